@@ -56,14 +56,14 @@ MUTATIONS = {
         file="csrc/run/executor.c",
         line="case S1F_OP_FREE: free_unit(executor, instruction->unit); break;",
         instead="case S1F_OP_FREE: break;",
-        tests="tests/runtime/test_executor.py",
+        tests="tests/engine/test_executor.py",
     ),
     "a window that is wider by one": Mutation(
         ring="core",
         file="kernels/attention_ref.c",
         line="token - key < args->window",
         instead="token - key <= args->window",
-        tests="tests/ops/test_attention.py",
+        tests="tests/attention/test_attention.py",
     ),
     "a receiver that does not wait for the copy": Mutation(
         ring="gpu",
@@ -74,10 +74,10 @@ MUTATIONS = {
     ),
     "segments that weigh alike, whatever they count": Mutation(
         ring="core",
-        file="seq1f1b/runtime/weighting.py",
+        file="seq1f1b/engine/weighting.py",
         line="seeds = [share * self._mean_scale for",
         instead="seeds = [self._mean_scale for",
-        tests="tests/runtime/test_gradients.py",
+        tests="tests/engine/test_gradients.py",
     ),
     "ranks that agree before all have come": Mutation(
         ring="core",

@@ -16,7 +16,7 @@ from torch import Tensor
 import seq1f1b
 from seq1f1b import _C
 from seq1f1b.device import attention_parts, cuda_attention, kernel_library
-from seq1f1b.device.placement import step_on
+from seq1f1b.placement import step_on
 
 CUDNN, FLASH, ELSE = "cuDNN", "flash", "else"
 REPEATS = 9

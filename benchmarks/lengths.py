@@ -51,8 +51,8 @@ from train import example
 
 import seq1f1b
 from seq1f1b import build_schedule, pack_documents
+from seq1f1b.attention.packing import document_lengths
 from seq1f1b.data import DocumentBatches
-from seq1f1b.ops.packing import document_lengths
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model

@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import seq1f1b
+from seq1f1b.attention.packing import Packing
 from seq1f1b.extras import needs_extra
-from seq1f1b.ops.packing import Packing
 
 with needs_extra("transformers", "tokenizers", "transformers"):
     import jinja2

@@ -9,7 +9,7 @@ import data
 from matplotlib.figure import Figure
 
 from seq1f1b import Simulation
-from seq1f1b.runtime.report import PipelineReport
+from seq1f1b.report.report import PipelineReport
 from seq1f1b.view.draw import timeline_png, trace_json
 
 

@@ -49,7 +49,7 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.step_plan import StepPlan
-from seq1f1b.runtime.report import PipelineReport
+from seq1f1b.report.report import PipelineReport
 
 with needs_extra("train", "matplotlib", "tokenizers", "tqdm"):
     import data

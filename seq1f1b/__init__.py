@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from seq1f1b.adapters.chain import split
     from seq1f1b.adapters.checkpoint import PipelineState
     from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+    from seq1f1b.attention.carry import add_loss, carry_in, carry_out
+    from seq1f1b.attention.causal import causal_attention, layer_handle, positions, token_offset
+    from seq1f1b.attention.packing import document_starts, pack_documents
+    from seq1f1b.attention.ulysses import ulysses_attention
+    from seq1f1b.checks.verify import Verification
+    from seq1f1b.checks.verify_stage import verify_stage
+    from seq1f1b.engine.engine import PipelineEngine
+    from seq1f1b.engine.findings import SegmentWarning
+    from seq1f1b.engine.options import Limits, Loss, Memory
+    from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+    from seq1f1b.engine.weighting import shift_labels
     from seq1f1b.launcher import launch
-    from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
-    from seq1f1b.ops.context import add_loss, carry_in, carry_out
-    from seq1f1b.ops.packing import document_starts, pack_documents
-    from seq1f1b.ops.ulysses import ulysses_attention
-    from seq1f1b.runtime.arguments import Limits, Loss, Memory
-    from seq1f1b.runtime.engine import PipelineEngine
-    from seq1f1b.runtime.findings import SegmentWarning
-    from seq1f1b.runtime.verify import Verification
-    from seq1f1b.runtime.verify_stage import verify_stage
-    from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
-    from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup, init_process_group
 
 __all__ = [
@@ -79,33 +79,33 @@ __version__ = "1.0.0rc2"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
-    "Limits": "seq1f1b.runtime.arguments",
+    "Limits": "seq1f1b.engine.options",
     "LoopbackGroup": "seq1f1b.transport",
-    "Loss": "seq1f1b.runtime.arguments",
-    "Memory": "seq1f1b.runtime.arguments",
-    "PipelineEngine": "seq1f1b.runtime.engine",
+    "Loss": "seq1f1b.engine.options",
+    "Memory": "seq1f1b.engine.options",
+    "PipelineEngine": "seq1f1b.engine.engine",
     "PipelineState": "seq1f1b.adapters.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
     "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
-    "SegmentWarning": "seq1f1b.runtime.findings",
-    "Verification": "seq1f1b.runtime.verify",
-    "VocabularyParallelEmbedding": "seq1f1b.runtime.vocabulary",
-    "VocabularyParallelHead": "seq1f1b.runtime.vocabulary",
-    "add_loss": "seq1f1b.ops.context",
-    "carry_in": "seq1f1b.ops.context",
-    "carry_out": "seq1f1b.ops.context",
-    "causal_attention": "seq1f1b.ops.attention",
-    "document_starts": "seq1f1b.ops.packing",
+    "SegmentWarning": "seq1f1b.engine.findings",
+    "Verification": "seq1f1b.checks.verify",
+    "VocabularyParallelEmbedding": "seq1f1b.engine.vocabulary",
+    "VocabularyParallelHead": "seq1f1b.engine.vocabulary",
+    "add_loss": "seq1f1b.attention.carry",
+    "carry_in": "seq1f1b.attention.carry",
+    "carry_out": "seq1f1b.attention.carry",
+    "causal_attention": "seq1f1b.attention.causal",
+    "document_starts": "seq1f1b.attention.packing",
     "init_process_group": "seq1f1b.transport",
     "launch": "seq1f1b.launcher",
-    "layer_handle": "seq1f1b.ops.attention",
-    "pack_documents": "seq1f1b.ops.packing",
-    "positions": "seq1f1b.ops.attention",
-    "shift_labels": "seq1f1b.runtime.weighting",
+    "layer_handle": "seq1f1b.attention.causal",
+    "pack_documents": "seq1f1b.attention.packing",
+    "positions": "seq1f1b.attention.causal",
+    "shift_labels": "seq1f1b.engine.weighting",
     "split": "seq1f1b.adapters.chain",
-    "token_offset": "seq1f1b.ops.attention",
-    "ulysses_attention": "seq1f1b.ops.ulysses",
-    "verify_stage": "seq1f1b.runtime.verify_stage",
+    "token_offset": "seq1f1b.attention.causal",
+    "ulysses_attention": "seq1f1b.attention.ulysses",
+    "verify_stage": "seq1f1b.checks.verify_stage",
 }
 
 

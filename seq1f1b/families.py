@@ -91,12 +91,13 @@ def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, leas
     is_table = kind in ("costs", "units", "ranks")
     columns = form.num_segments if form.rows is None else sum(form.rows)
     if name not in options or (is_table and not 0 < form.num_stages * columns < 2**31):
-        return (None, None, None) if kind == "costs" else None if is_table else 0
+        return None if is_table else 0
     value = options[name]
     if kind == "costs":
         if not hasattr(value, "__len__") or len(value) != 3:
             raise ValueError("costs must hold the costs of F, I and W")
-        return tuple(flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        tables = (flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        return sum(tables, array("d"))
     if is_table:
         return flat(form, name, _C.PER_CELL if kind == "units" else _C.PER_RANK, value, "q")
     if kind == "word":

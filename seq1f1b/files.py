@@ -112,6 +112,29 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
+def check_int(name: str, value: Any, least: int) -> None:
+    """Raises unless the value is an int, and no less."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} is {value}, must be at least {least}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises unless the value is a number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, must be above 0")
+
+
+def check_part(part: tuple[int, int]) -> tuple[int, int]:
+    """(rank, size), or the error that names the rule."""
+    if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
+        raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
+    return part
+
+
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
     """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
 

@@ -14,11 +14,42 @@ if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
     from seq1f1b.simulation import Costs, Links, StepMemory
 
-__all__ = ["MOST", "Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte", "whole"]
+__all__ = [
+    "HOLDINGS",
+    "MOST",
+    "Counts",
+    "Holding",
+    "flat",
+    "held_bytes",
+    "numbers",
+    "pass_seconds",
+    "seconds_per_byte",
+    "whole",
+]
 
 
 MOST = 2**31 - 1
 """Largest count that the core takes."""
+
+
+class Holding(NamedTuple):
+    """What units hold, as :class:`seq1f1b.StepMemory` has its bytes.
+
+    Attributes:
+        name: of its bytes in ``StepMemory``.
+        text: in words.
+        per: what its bytes have a value for: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
+        counts_with: number of the holding whose peak it is a part of.
+    """
+
+    name: str
+    text: str
+    per: int
+    counts_with: int
+
+
+HOLDINGS = tuple(Holding(*row) for row in _C.HOLDINGS)
+"""The position is the number of the holding in C."""
 
 
 class Counts(NamedTuple):
@@ -127,7 +158,7 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tuple[array[int] | None, ...]:
     """Bytes of each holding, None where it is nothing, and of messages and statistics."""
     tables: list[array[int] | None] = []
-    for row in _C.HOLDINGS:
+    for row in HOLDINGS:
         given = getattr(memory, row.name)
         tables.append(None if given is None else flat(order, row.name, row.per, given, "q"))
     whole, kept = tables[:2]  # in C the first is without the second, which W reads

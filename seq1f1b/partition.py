@@ -324,16 +324,16 @@ def partition_sequence(
         costs = _piece_flops(model, seq_len, documents or (seq_len,))
     elif model is not None:
         of_rows = None if documents is None else numbers("documents", "q", documents)
-        return _C.partition(seq_len, num_segments, _flops_of(model), of_rows, None, mix, multiple_of)
+        return _C.partition(seq_len, num_segments, *_flops_of(model), of_rows, None, mix, multiple_of)
     pieces = None if costs is None else numbers("costs", "d", costs)
-    return _C.partition(seq_len, num_segments, (1.0, 0.0), None, pieces, 0.0 if costs is None else mix, multiple_of)
+    return _C.partition(seq_len, num_segments, 1.0, 0.0, None, pieces, 0.0 if costs is None else mix, multiple_of)
 
 
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     """Operations of equal pieces of a sequence, the sum of its rows."""
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
-    _C.partition(seq_len, 1, (1.0, 0.0), rows, None, 1.0, 1)  # raises unless these are whole rows
+    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless these are whole rows
     pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
     bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
     found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])

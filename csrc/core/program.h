@@ -46,7 +46,7 @@ typedef struct {
 
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points
  * to is the schedule's, which must live as long, and stay as it is. */
-typedef struct {
+typedef struct s1f_program {
     s1f_shape shape; /* with marks */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */

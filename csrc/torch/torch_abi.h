@@ -1,7 +1,7 @@
 /* torch_abi.h - the calls that we make of libtorch's C ABI, found at run time.
  *
  * libtorch's own shim headers are C++ and would need torch to build; these are our prototypes of the functions we use,
- * one line each, from which the table below is made. tests/ops/torch_abi_headers.cpp compares every line with the
+ * one line each, from which the table below is made. tests/attention/torch_abi_headers.cpp compares every line with the
  * installed headers, so that drift is a compile error. All of them exist since torch 2.10, which is the floor.
  *
  * Ownership, as in libtorch: a handle that comes through an out-parameter is a new reference, given back by

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import inplace_methods
 
-from seq1f1b.ops import context
+from seq1f1b.attention import carry as context
 
 __all__ = ["Frozen", "check_lengths", "constants_of", "has_effect", "is_size"]
 

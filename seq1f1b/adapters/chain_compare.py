@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import Refused
-from seq1f1b.runtime.data_parallel import without_hooks
-from seq1f1b.runtime.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
-from seq1f1b.runtime.nested import distance, norm
+from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
+from seq1f1b.engine.replicas import without_hooks
+from seq1f1b.nested import distance, norm
 
 __all__ = ["Composite", "compare"]
 

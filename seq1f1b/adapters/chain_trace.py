@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import seq1f1b
 from seq1f1b.adapters.chain_checks import Frozen, check_lengths, has_effect
-from seq1f1b.ops import attention, context, packing, ulysses
-from seq1f1b.runtime.model_state import RandomState, attributes_of, first_changed, put_back
+from seq1f1b.attention import carry, causal, packing, ulysses
+from seq1f1b.engine.model_state import RandomState, attributes_of, first_changed, put_back
 
 __all__ = ["Refused", "Tracer", "trace"]
 
@@ -289,8 +289,8 @@ _DRAWS = frozenset(
 _FACTORIES = frozenset(_device_constructors())  # what makes tensors of nothing
 _TAKE_SIZES = (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
 _OURS = (
-    *(attention.positions, attention.causal_attention, packing.document_starts, ulysses.ulysses_attention),
-    *(context.carry_in, context.carry_out, context.add_loss, attention.token_offset),
+    *(causal.positions, causal.causal_attention, packing.document_starts, ulysses.ulysses_attention),
+    *(carry.carry_in, carry.carry_out, carry.add_loss, causal.token_offset),
 )
 for _function in _OURS:
     getattr(seq1f1b, _function.__name__)  # is there once it was used
@@ -309,7 +309,7 @@ def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
             is_recorded = function in _OURS or any(isinstance(size, fx.Proxy) for size in args)
             if threading.get_ident() != this_thread or not is_recorded:
                 return function(*args, **kwargs)
-            if function is attention.token_offset:
+            if function is causal.token_offset:
                 raise tracer.refuse("it uses token_offset(), a number of the segment: use positions(x)")
             return tracer.create_proxy("call_function", function, args, kwargs)
 

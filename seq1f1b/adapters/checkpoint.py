@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_leaves
 
-from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.engine.engine import PipelineEngine
 
 __all__ = ["PipelineState"]
 

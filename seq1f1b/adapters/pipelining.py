@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
+from seq1f1b.engine.batch import StepArguments
+from seq1f1b.engine.engine import PipelineEngine
+from seq1f1b.engine.options import Loss, order_of
+from seq1f1b.engine.order import build
 from seq1f1b.partition import ModelShape
-from seq1f1b.runtime.arguments import Loss, order_of
-from seq1f1b.runtime.batch import StepArguments
-from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.rank_order import build
 from seq1f1b.schedule import Costs, Schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C
+from seq1f1b.above import above
 from seq1f1b.cli.terminal import wrapped
 
 PACKAGES = (
@@ -36,7 +37,7 @@ def findings() -> Iterator[str]:
         return
     import torch
 
-    importlib.import_module("seq1f1b.ops.attention")  # binds torch's functions
+    importlib.import_module("seq1f1b.attention.causal")  # binds torch's functions
 
     yield f"torch {torch.__version__}: bound, {len(_C.torch_functions())} functions of its C ABI"
     fma, bf16 = _C.attention_rates(0.02)
@@ -49,9 +50,8 @@ def findings() -> Iterator[str]:
     if not torch.cuda.is_available():
         yield f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}"
     yield "attention on CUDA: torch's ops, or our kernels where they pass a check"
-    gpu_part = importlib.import_module("seq1f1b.device.placement").gpu_part
-    yield from gpu_part("kernels").describe()
-    yield f"NCCL: {gpu_part('nccl')()}"
+    yield from above("kernels").describe()
+    yield f"NCCL: {above('nccl')()}"
     if torch.cuda.device_count() > 1:
         yield from edges_between(torch.cuda.device_count())
     for package, loss in PACKAGES:

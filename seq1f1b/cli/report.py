@@ -14,8 +14,8 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from seq1f1b.runtime.idle import CAUSES, mean_idle  # needs torch, which the other commands do not
-    from seq1f1b.runtime.report import PipelineReport
+    from seq1f1b.report.idle import CAUSES, mean_idle  # needs torch, which the other commands do not
+    from seq1f1b.report.report import PipelineReport
 
     if not options.all:
         print(wrapped(str(PipelineReport.load(options.file))))

@@ -1,7 +1,7 @@
 """The layout of a segment's documents, as the host knows it.
 
 How many documents a segment has is the size of a tensor, so the host must know it before it can launch attention over
-them one by one. It reads that once for all units of a step (``runtime/documents.py``), or once in a unit for
+them one by one. It reads that once for all units of a step (``engine/documents.py``), or once in a unit for
 ids that the step has not counted: such a read waits for the device. What has been read is remembered for as long as the
 memory of the ids lives, and holds for each tensor that shows the same elements of it: so all layers of a unit share it,
 and their backwards. Outside a step each call reads: ids may change in place there, and the tensors that compiled code
@@ -186,7 +186,7 @@ def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
     """
     tokens = docs.shape[1]
     offset = key_docs.shape[1] - tokens
-    in_unit = _C.current_unit() is not None
+    in_unit = _C.unit_tokens() is not None
     found = _remembered.get((docs.data_ptr(), docs.shape, docs.stride())) if in_unit else None
     if found is not None and not docs.is_inference():
         memory, version, layout = found

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 import torch
 
 from seq1f1b import _C, where
-from seq1f1b.runtime.offload import Tier
+from seq1f1b.engine.offload import Tier
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []

@@ -19,9 +19,9 @@ from seq1f1b.partition import ModelShape, balanced, layers_of, partition_sequenc
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.by_parts import ByParts, UnitBytes
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, span_of, spans_of
+from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 

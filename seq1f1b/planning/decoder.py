@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
-import seq1f1b.ops.attention as ops
+import seq1f1b.attention.causal as ops
 from seq1f1b import _C, where
 from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile

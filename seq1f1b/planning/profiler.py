@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.engine.engine import LoneEngine
+from seq1f1b.engine.options import Memory
+from seq1f1b.engine.split_backward import deferrable
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import TIER, Part, Profile, Sample
-from seq1f1b.runtime.arguments import Memory
-from seq1f1b.runtime.deferred import deferrable
-from seq1f1b.runtime.engine import LoneEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.seconds import NO_SECONDS, PASSES, Fit, PassSeconds, fit_seconds, pairs_of
 from seq1f1b.transport import LoopbackGroup

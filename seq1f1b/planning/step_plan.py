@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from seq1f1b import ScheduleError
-from seq1f1b.ops.packing import pack_documents
+from seq1f1b.attention.packing import pack_documents
+from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
 from seq1f1b.planning.orders import LEVELS, Made, Orders, families_named
@@ -37,7 +38,6 @@ from seq1f1b.planning.step_rows import (
     seconds_of_documents,
     tokens_of,
 )
-from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]

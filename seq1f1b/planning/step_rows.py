@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seq1f1b.ops.packing import best_fit
+from seq1f1b.attention.packing import best_fit
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.seconds import Span, pairs_of, seconds_of
 

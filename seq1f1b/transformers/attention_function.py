@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from seq1f1b.ops.attention import causal_attention, positions
-from seq1f1b.ops.unit import current
+from seq1f1b.attention.causal import causal_attention, positions
+from seq1f1b.attention.unit import current
 from seq1f1b.transformers.look import AttentionLook, current_record
 
 __all__ = ["NAME", "attention", "no_mask", "refuse_dropout"]

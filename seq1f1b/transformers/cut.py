@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.ops.attention import layer_handle
+from seq1f1b.attention.causal import layer_handle
 from seq1f1b.partition import balanced
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.runtime.model_state import generator_states, set_generator_states
+from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.transformers.twins import as_layer, stand_for, twin
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from seq1f1b.ops.attention import token_offset
+from seq1f1b.attention.causal import token_offset
 from seq1f1b.transformers.attention_function import attention, no_mask
 from seq1f1b.transformers.look import AttentionLook
 from seq1f1b.transformers.twins import become

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.transformers.saving import num_bytes, save_together, together
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, as_kept, optimized
+from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.files import keep_mode, no_room
-from seq1f1b.runtime.engine import PipelineEngine
 
 __all__: list[str] = []
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seq1f1b.ops.attention import positions
-from seq1f1b.ops.unit import current
-from seq1f1b.runtime.tied import held
-from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.attention.causal import positions
+from seq1f1b.attention.unit import current
+from seq1f1b.engine.ties import held
+from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
 from seq1f1b.transformers.state import mixers, note_documents

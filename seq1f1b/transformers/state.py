@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.ops.context import carry_in, carry_out
-from seq1f1b.ops.unit import current
+from seq1f1b.attention.carry import carry_in, carry_out
+from seq1f1b.attention.unit import current
 from seq1f1b.transformers.twins import become
 
 __all__ = ["carry_states", "mixers", "note_documents"]

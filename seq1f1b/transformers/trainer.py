@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import seed_worker
 
-from seq1f1b.runtime.arguments import is_plan
-from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.model_state import generator_states, set_generator_states
+from seq1f1b.engine.engine import PipelineEngine
+from seq1f1b.engine.model_state import generator_states, set_generator_states
+from seq1f1b.engine.options import is_plan
 from seq1f1b.transformers.cut import pipeline_stage
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.layers import copy_config

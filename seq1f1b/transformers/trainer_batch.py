@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b.ops.packing import document_starts
-from seq1f1b.runtime.weighting import IGNORED, shift_labels
+from seq1f1b.attention.packing import document_starts
+from seq1f1b.engine.weighting import IGNORED, shift_labels
 
 __all__: list[str] = []
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.transformers.saving import together
 from seq1f1b.transport.values import pack, unpack
 

@@ -232,7 +232,7 @@ static void test_every_allocation_fails_in_turn(void)
     CHECK(failures > 100);
 }
 
-/* Units out of order are tried by tests/ops/test_kv_cache.py. */
+/* Units out of order are tried by tests/attention/test_kv_cache.py. */
 static void test_refusals(void)
 {
     s1f_kv_cache *cache = NULL;

@@ -10,14 +10,14 @@ from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
-from seq1f1b.unit import unit_of
+from seq1f1b.unit import edges_of, unit_of
 
 
 class Lowered:
     def __init__(self, schedule: Schedule, prefetch: int | None = 1) -> None:
         self.schedule = schedule
         self.handle = _C.program_lower(schedule.handle, prefetch)
-        self.edges = _C.program_edges(self.handle)
+        self.edges = edges_of(self.handle)
         self.ranks = [
             [
                 (_C.OPCODES[op], edge, unit_of(unit), *rest)
@@ -276,7 +276,7 @@ def test_one_rank_gets_the_program_that_it_has_among_all() -> None:
         whole = _C.program_lower(schedule.handle, prefetch)
         for rank in range(schedule.num_ranks):
             alone = _C.program_lower(schedule.handle, prefetch, False, rank)
-            assert _C.program_edges(alone) == _C.program_edges(whole)
+            assert edges_of(alone) == edges_of(whole)
             for other in range(schedule.num_ranks):
                 expected = core.program_instructions(whole, other) if other == rank else []
                 assert core.program_instructions(alone, other) == expected
@@ -304,4 +304,4 @@ def test_arguments_out_of_range() -> None:
             with pytest.raises(ValueError, match=f"is {index}, must be in 0..1"):
                 call(handle, index)
     with pytest.raises(TypeError, match=r"expected a seq1f1b\.program handle"):
-        _C.program_edges(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)
+        edges_of(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)

@@ -191,7 +191,7 @@ SPREAD = "F0.0 S0.0 T0.0 B0.0"
             "a segment goes back after the one behind it: on rank 0 B0.0 comes before B0.1",
         ),
         (TREE + "F0.0 F0.1 B0.1 B0.0 F0.2 B0.2", "a segment goes back after the one behind it: on rank 0 B0.0 comes"),
-        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "after the one behind it: on rank 0 I0.0 comes before I0.2"),
+        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "the one behind it: on rank 0 I0.0 comes before I0.2"),
         (TREE + "F0.0 F0.1 F0.2 B0.2 B0.1", "each unit runs once: B0.0 is missing in the order of rank 0"),
     ],
 )

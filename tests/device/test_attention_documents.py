@@ -23,9 +23,9 @@ from slices import full_only
 from torch import Tensor
 
 from seq1f1b import proof
+from seq1f1b.attention.causal import causal_attention
 from seq1f1b.device import cuda_attention, kernel_library
 from seq1f1b.device.attention_ways import Options
-from seq1f1b.ops.attention import causal_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 

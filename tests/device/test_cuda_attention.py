@@ -23,12 +23,12 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import Tensor
 
 import seq1f1b
-import seq1f1b.runtime.engine
+import seq1f1b.engine.engine
 import seq1f1b.transport
-from seq1f1b import _C
-from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library, placement
-from seq1f1b.ops.attention import causal_attention, layer_handle, positions
-from seq1f1b.runtime.step import Step
+from seq1f1b import _C, placement
+from seq1f1b.attention.causal import causal_attention, layer_handle, positions
+from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library
+from seq1f1b.engine.step import Step
 from seq1f1b.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -467,8 +467,8 @@ def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
 
 def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a step makes or is given is on the stages' device: torch refuses to mix the CPU with the meta device."""
-    monkeypatch.setattr(seq1f1b.runtime.engine, "common_device", lambda modules: torch.device("meta"))
-    monkeypatch.setattr(seq1f1b.runtime.runner, "step_on", lambda device: nullcontext())
+    monkeypatch.setattr(seq1f1b.engine.engine, "common_device", lambda modules: torch.device("meta"))
+    monkeypatch.setattr(seq1f1b.engine.runner, "step_on", lambda device: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no meta device
     config = Config(kv_heads=2)
     tokens, target = batch(config, 3, 20)

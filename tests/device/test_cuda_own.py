@@ -22,8 +22,8 @@ from simulated_step import SimulatedStep
 from test_cuda_attention import check
 
 from seq1f1b import proof
+from seq1f1b.attention.causal import causal_attention
 from seq1f1b.device import attention_proof, cuda_attention, kernel_library
-from seq1f1b.ops.attention import causal_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 

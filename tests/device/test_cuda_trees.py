@@ -23,8 +23,8 @@ from slices import full_only
 from torch import Tensor
 
 from seq1f1b import _C, proof
+from seq1f1b.attention.causal import causal_attention, layer_handle, positions
 from seq1f1b.device import attention_calls, attention_parts, cuda_attention
-from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 

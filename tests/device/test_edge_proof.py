@@ -20,8 +20,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
 from seq1f1b.device import edges
-from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
+from seq1f1b.engine.options import agreement_of
 from seq1f1b.testing import run_ranks
+from seq1f1b.transport.agreement import Disagreement, check_agreement
 
 CONFIG = Config(kv_heads=2)
 SIZE = StandInEdges.proof_bytes

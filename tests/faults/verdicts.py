@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+sys.path.append(str(Path(__file__).parents[1] / "checks"))
 sys.path.append(str(Path(__file__).parents[1] / "hf"))
 
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import PipelineEngine
-from seq1f1b.runtime.nested import tensors_of
+from seq1f1b.nested import tensors_of
 from seq1f1b.testing import run_ranks
 
 TABLE = Path(__file__).with_name("verdicts.txt")

@@ -68,9 +68,9 @@ def test_arrows_point_to_the_core() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("runtime/planted.py", "from seq1f1b.planning.cost import CostModel"),
-        ("runtime/planted.py", "def f():\n    from seq1f1b.view import page"),
-        ("ops/planted.py", "import_module('seq1f1b.device.cuda_attention')"),
+        ("engine/planted.py", "from seq1f1b.planning.cost import CostModel"),
+        ("engine/planted.py", "def f():\n    from seq1f1b.view import page"),
+        ("attention/planted.py", "import_module('seq1f1b.device.cuda_attention')"),
         ("planning/planted.py", "import seq1f1b.transformers.cut"),
         ("transformers/planted.py", "from seq1f1b import planning"),
     ],

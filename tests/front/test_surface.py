@@ -29,8 +29,8 @@ RINGS = ("core", "planner", "hf", "gpu")
 WHOLE = (
     "seq1f1b",
     "seq1f1b.plan",
-    "seq1f1b.ops.packing",
-    "seq1f1b.runtime.report",
+    "seq1f1b.attention.packing",
+    "seq1f1b.report.report",
     "seq1f1b.testing",
     "seq1f1b.data",
     "seq1f1b.transformers",

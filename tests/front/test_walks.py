@@ -73,5 +73,5 @@ def test_hops_are_where_the_page_says(name: str) -> None:
 
 
 def test_a_hop_that_is_wrong_is_seen() -> None:
-    assert not defines(Hop("seq1f1b/runtime/runner.py", "Runner.walk"))
-    assert not leads_to(Hop("seq1f1b/runtime/engine.py", "PipelineEngine.step"), Hop("seq1f1b/view/page.py", "step"))
+    assert not defines(Hop("seq1f1b/engine/runner.py", "Runner.walk"))
+    assert not leads_to(Hop("seq1f1b/engine/engine.py", "PipelineEngine.step"), Hop("seq1f1b/view/page.py", "step"))

@@ -20,7 +20,7 @@ from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Plan
 from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.profile import Profile
-from seq1f1b.runtime.report import PipelineReport
+from seq1f1b.report.report import PipelineReport
 from seq1f1b.schedule import StepMemory
 from seq1f1b.transformers.weight_files import weight_paths
 from seq1f1b.transport.values import pack, unpack

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seq1f1b import proof
 from seq1f1b.device import cuda_attention
-from seq1f1b.device.placement import step_on
+from seq1f1b.placement import step_on
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HEADS = 8

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 from safetensors.torch import load_file  # noqa: E402
 from test_transformers import SIZES, Float64, M, batch, build, run_pipeline, run_whole  # noqa: E402
 
-from seq1f1b.runtime.pipeline import places_of  # noqa: E402
-from seq1f1b.runtime.stage import StageStep  # noqa: E402
+from seq1f1b.engine.pipeline import places_of  # noqa: E402
+from seq1f1b.engine.stage import StageStep  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 
 PREFIX = "base_model.model."  # of peft's names

@@ -26,7 +26,7 @@ from slices import each_value, every_pair, slice_of
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.ops.attention import causal_attention, layer_handle
+from seq1f1b.attention.causal import causal_attention, layer_handle
 
 ops = torch.ops.seq1f1b
 SIZES = [113, 7, 1, 391, 88]  # of segments; ends and beginnings lie anywhere in a block

@@ -17,7 +17,7 @@ from tiny_model import Config, Stage
 
 from seq1f1b import Costs, Links, ModelShape, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
-from seq1f1b.ops.unit import current
+from seq1f1b.attention.unit import current
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware

@@ -9,7 +9,7 @@ import torch
 from simulated_step import SimulatedStep
 from torch import Tensor
 
-from seq1f1b.ops.attention import causal_attention, layer_handle
+from seq1f1b.attention.causal import causal_attention, layer_handle
 
 
 def _all_options() -> dict[str, dict[str, object]]:

@@ -11,7 +11,7 @@ from attention_runs import formula
 from simulated_step import SimulatedStep
 from torch import Tensor
 
-from seq1f1b.ops.attention import causal_attention, layer_handle
+from seq1f1b.attention.causal import causal_attention, layer_handle
 
 Unit = tuple[str, int]
 """Pass and segment."""

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 # One server of forks for all tests of a process: it has imported what their processes need.
 context = multiprocessing.get_context("forkserver")
 PRELOADED = [
-    *("torch.distributed.fsdp", "torch._dynamo", "seq1f1b.runtime.engine", "pytest"),
+    *("torch.distributed.fsdp", "torch._dynamo", "seq1f1b.engine.engine", "pytest"),
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "matplotlib.figure", "tokenizers", "tqdm"),
 ]
 context.set_forkserver_preload(PRELOADED)

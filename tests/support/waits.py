@@ -50,7 +50,7 @@ class Waits(TorchDispatchMode):
         place, frame = "after", sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if code.co_filename.endswith("seq1f1b/runtime/step.py") and code.co_name in ("run", "fill", "learn"):
+            if code.co_filename.endswith("seq1f1b/engine/step.py") and code.co_name in ("run", "fill", "learn"):
                 place = "before" if code.co_name == "learn" else "within"
                 break
             frame = frame.f_back  # type: ignore[assignment]

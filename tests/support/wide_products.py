@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.runtime import linear
+from seq1f1b.engine import linear
 
 Shape = tuple[int, int, int]
 """Tokens, inputs and outputs of a product."""

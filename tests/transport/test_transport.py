@@ -139,7 +139,7 @@ def test_loopback_passes_the_same() -> None:
     assert run_ranks(2, lambda group: exchange(group, None)) == [len(messages())] * 2
 
 
-# -- waits end: tests/runtime/test_failures.py has more ----------------------------------------------------------------
+# -- waits end: tests/engine/test_failures.py has more ----------------------------------------------------------------
 
 
 def lose_a_peer_with_a_worker(group: RankGroup, pipe: Connection) -> tuple[str, float]:

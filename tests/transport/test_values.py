@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import seq1f1b
-from seq1f1b.runtime.report import EdgeReport
+from seq1f1b.report.report import EdgeReport
 from seq1f1b.transport.values import pack, unpack
 
 PACKAGE = Path(seq1f1b.__file__).parent

@@ -1,0 +1,32 @@
+"""Functions and classes of higher rooms that a lower one asks for: attention for GPUs; for the engine, checks, reports.
+
+A room imports none of those above it. What it asks of them stands here by name, and is loaded at the first question.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__: list[str] = []
+
+_PLACES = {
+    "attention": "device.cuda_attention:register",
+    "documents": "device.document_layout",
+    "edges": "device.edges:DeviceEdges",
+    "first look": "checks.first_look:Looking",
+    "host tier": "device.host_tier:HostTier",
+    "kernels": "device.kernel_library",
+    "look at a loss": "checks.loss_look:look_of",
+    "nccl": "device.edges:found_nccl",
+    "report": "report.report:make_report",
+    "tuner": "report.tuning:Tuner",
+    "verify": "checks.verify:verify",
+}
+
+
+def above(name: str) -> Any:
+    """The class, function or module of this name."""
+    module, _, attribute = _PLACES[name].partition(":")
+    found = import_module(f"seq1f1b.{module}")
+    return getattr(found, attribute) if attribute else found

@@ -1,0 +1,135 @@
+"""Requests of a module to the step it runs in: state carried along the sequence, and auxiliary losses.
+
+Outside a step the same calls make the module ordinary torch: ``carry_in`` gives the default, the other two do nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
+from torch._compile import _disable_dynamo
+
+from seq1f1b.attention.unit import current
+
+__all__ = ["add_loss", "carry_in", "carry_out"]
+
+
+def _key(layer: Tensor | int) -> int:
+    return layer if isinstance(layer, int) else int(layer.item())
+
+
+@_disable_dynamo
+def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
+    """State that the previous segment left by :func:`carry_out`.
+
+    With packed documents, a layer must forget its state at the first token of every document, wherever in the segment
+    that lies: ``positions(x, doc_ids=doc_ids)`` is 0 there.
+
+    Args:
+        layer: handle or int that names the state; attention has its own names.
+        default: the state before the first token. It is returned in the first segment, and outside a step.
+    Returns:
+        The tensor that ``carry_out`` got in the previous segment. Its gradient flows back to that segment.
+    Raises:
+        RuntimeError: the previous segment left nothing under this name.
+    """
+    unit = current()
+    if unit is not None and unit.watch is not None:
+        unit.watch.noted.add("carries")
+    if unit is None or unit.segment == 0:
+        return default
+    if unit.num_parts > 1:
+        raise ValueError(
+            f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} holds {unit.num_parts} "
+            "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in "
+            "segment_sizes, as plan_step(siblings=False) does"
+        )
+    key = _key(layer)
+    if unit.carried_in is None:
+        unit.carried_in = {}
+    known = unit.carried_in.get(key)
+    if known is not None:  # recomputation reads what F has read; or a second reader
+        return known
+    left = None if unit.previous is None else unit.previous.carried_out
+    state = None if left is None else left.get(key)
+    if state is None:
+        raise RuntimeError(
+            f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} reads carried state {key}, "
+            f"which segment {unit.segment - 1 if unit.previous is None else unit.previous.segment} did not leave by "
+            "carry_out"
+        )
+    leaf = state.detach()
+    if unit.training and state.requires_grad:
+        leaf.requires_grad_()
+    unit.carried_in[key] = leaf
+    if unit.kept is not None:
+        unit.kept.note(leaf)
+    return leaf
+
+
+@_disable_dynamo
+def carry_out(layer: Tensor | int, state: Tensor) -> None:
+    """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
+
+    Raises:
+        RuntimeError: gradients are off in a training forward (reentrant checkpointing); use ``use_reentrant=False``.
+        ValueError: the same name was used twice in one segment.
+    """
+    unit = current()
+    if unit is None or not unit.forward:
+        return
+    if unit.watch is not None:
+        unit.watch.noted.add("carries")
+    if unit.training and not torch.is_grad_enabled() and unit.kept is None:
+        raise RuntimeError(
+            "carry_out with gradients off in a training step: its gradient would be lost. "
+            "Under torch.utils.checkpoint pass use_reentrant=False"
+        )
+    if unit.is_whole:  # nothing follows; and where that is a tree, its paths run one after another
+        return
+    key = _key(layer)
+    if unit.carried_out is None:
+        unit.carried_out = {}
+    if key in unit.carried_out:
+        raise ValueError(f"carried state {key} is left twice in one segment; use one name per state")
+    unit.carried_out[key] = state if unit.kept is None else unit.kept.with_gradient(state, unit.carried_in)
+
+
+@_disable_dynamo
+def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
+    """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
+
+    It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
+    the segment's share of the sequence, so over a micro-batch it is the mean over all tokens, and like the main one by
+    1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows).
+    With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
+
+    Args:
+        tensor: a tensor of one element.
+        of: ``"segment"``: of the segment's own tokens, as above. ``"sequence"``: of all tokens up to the segment's last
+            one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every segment: what the
+            last one gives is the micro-batch's loss, weighted as that alone, and the others do not count.
+    Raises:
+        TypeError, ValueError: it is no tensor, has more than one element, or ``of`` is neither.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"add_loss needs a tensor of one element, got {type(tensor).__name__}")
+    if tensor.numel() != 1:
+        raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")
+    unit = current()
+    if of not in ("segment", "sequence"):
+        raise ValueError(f'of is {of!r}, must be "segment" or "sequence"')
+    if unit is None or not unit.forward or not unit.training or not tensor.requires_grad:
+        return
+    if of == "sequence" and unit.of_tree:
+        raise ValueError(
+            'add_loss(of="sequence") in a step of trees: a token that several paths share would count once for each; '
+            'give losses of="segment", which count every token once, or step over rows'
+        )
+    if of == "sequence" and not unit.is_last:
+        return
+    if unit.auxiliary is None:
+        unit.auxiliary = []
+    unit.auxiliary.append((tensor, of == "sequence"))

@@ -1,0 +1,402 @@
+"""Causal attention of the current segment over everything before it, and the positions of its tokens.
+
+The same module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
+sequence. Inside one, the engine has set the current unit: keys and values go to that unit's rows of the KV cache, and
+the segment attends to the rows of all segments so far. Each call decides which of the two it is, never an argument, so
+any model can be checked against itself run whole.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from seq1f1b import _C
+from seq1f1b.above import above
+from seq1f1b.files import check_part
+
+__all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
+
+_C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+_ops = torch.ops.seq1f1b
+_cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
+above("attention")(_cuda_kernels)
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+# Whether the code that torch.compile traces now is meant for a pipeline step. Traced code cannot ask C for the current
+# unit; it reads this instead and is guarded on it, so that one module has a graph for either.
+stepping = False
+
+
+_steps_lock = threading.Lock()
+_steps_inside = 0  # engines of this process inside a step: more than one only where ranks are threads
+
+
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """Around the units of a step: code that is traced meanwhile is compiled for use inside steps. For engines."""
+    global _steps_inside, stepping
+    with _steps_lock:
+        _steps_inside += 1
+        stepping = True
+    try:
+        yield
+    finally:
+        with _steps_lock:
+            _steps_inside -= 1
+            stepping = _steps_inside > 0
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer: Tensor | int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the current segment over itself and everything before it.
+
+    Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
+    In a tree of segments "before" is the segment's path; siblings that share a unit see that and their own tokens, and
+    take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA it is cuDNN's, torch's
+    flash or memory-efficient attention, this package's kernels or matrix products, as the tensors and options allow.
+
+    Args:
+        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
+            ``layer`` are on one device, the CPU or a CUDA device.
+        k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads. Heads of v may have another size
+            than those of q and k, also up to 256; the cache holds them as they are.
+        layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
+        scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
+        window: number of keys that a query sees, its own included; default all.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
+        alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
+        doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
+            On CUDA give int32, and let a document's tokens follow one another: else it may be slower by far.
+        sinks: (heads), floating; of each head a logit that takes part in the softmax's sum and has no value, with
+            gradient. Soft cap and scale do not apply to it.
+    Returns:
+        (batch, heads, tokens, head_dim of v) of q's dtype, in memory (batch, tokens, heads, head_dim of v).
+    Raises:
+        ValueError, TypeError: shapes or dtypes disagree, or an option is out of range.
+        RuntimeError: inside a step, if the KV cache is used out of order, e.g. one layer twice in a forward; for
+            forward-mode differentiation.
+    Source: Seq1F1B, arXiv:2406.03488.
+    """
+    has_more = alibi_slopes is not None or doc_ids is not None or sinks is not None
+    if has_more or not all(isinstance(t, Tensor) for t in (q, k, v)):
+        _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    _check(q, k, v, alibi_slopes, doc_ids, sinks)
+    if not isinstance(layer, Tensor):
+        _check_layer(layer)
+    # A tensor each for "none": dynamo refuses one tensor in two places of an autograd.Function.
+    slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
+    docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    extra = q.new_empty(0) if sinks is None else sinks.to(sums)
+    if scale is not None or window is not None or softcap is not None:
+        _check_options(scale, window, softcap)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    options = (slopes, docs, extra, scale, window or 0, softcap or 0.0)
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, extra))
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _check_tangents(q=q, k=k, v=v, sinks=extra)
+    if stepping if torch.compiler.is_compiling() else _in_segments():
+        handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
+        if records:
+            return _SegmentAttention.apply(q, k, v, handle, *options)  # type: ignore[no-any-return, no-untyped-call]
+        return _ops.segment_attention.default(q, k, v, handle, *options)[0]  # type: ignore[no-any-return]
+    if records:
+        return _CausalAttention.apply(q, k, v, *options)  # type: ignore[no-any-return, no-untyped-call]
+    return _ops.causal_attention.default(q, k, v, *options)[0]  # type: ignore[no-any-return]
+
+
+def _in_segments() -> bool:
+    """Whether a unit runs now that is a segment of a step. Tells a look at its stage that it attends."""
+    unit = _C.unit_state()
+    if unit is None:
+        return _C.in_step()
+    if unit.watch is not None:
+        unit.watch.noted.add("attends")
+    return not unit.is_whole
+
+
+def layer_handle(index: int) -> Tensor:
+    """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
+
+    A handle is a tensor and not an int, so that ``torch.compile`` compiles a block once for all layers. It is not a
+    buffer, because it has to stay on the CPU. Every attention call of a stage takes an index of its own.
+
+    Raises:
+        ValueError: index is negative.
+    """
+    _check_layer(index)
+    return torch.tensor(index, dtype=torch.int64, device="cpu")
+
+
+def _check_layer(index: int) -> None:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
+    if index < 0:
+        raise ValueError(f"layer key is {index}, must be at least 0")
+
+
+def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
+    """Position of the current segment's first token; 0 outside a step. Compiled code uses ``positions`` instead.
+
+    In a tree of segments it is counted along the segment's path: its ancestors' tokens, then its own.
+
+    Args:
+        sequence_parallel: (rank, size) if each of several ranks holds a part of the segment; then the position of this
+            rank's first token is returned.
+    """
+    if sequence_parallel is None:
+        return _C.token_offset()
+    rank, size = check_part(sequence_parallel)
+    tokens = _C.unit_tokens()
+    if tokens is None and rank > 0:
+        raise ValueError(
+            f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
+        )
+    return 0 if tokens is None else _C.token_position(rank * (tokens[1] // size))
+
+
+def positions(
+    x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, sequence_parallel: tuple[int, int] | None = None
+) -> Tensor:
+    """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
+
+    This is an op that reads the offset when it runs, so compiled code need not be traced again for another segment.
+    In a tree of segments positions go along the segment's path. Siblings that share a unit each begin where their
+    parent's path ends.
+
+    Args:
+        doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
+            Positions are then counted within documents, also in those that began in an earlier segment, and the result
+            is (batch, tokens).
+        sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
+    Raises:
+        ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
+    """
+    _check_tensors({"x": x}, doc_ids=doc_ids)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
+    rank, size = (0, 1) if sequence_parallel is None else check_part(sequence_parallel)
+    x = x.detach()
+    docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else _ids(doc_ids)
+    return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, sinks: Tensor, *options: Any
+    ) -> Tensor:
+        out, lse = _ops.causal_attention.default(q, k, v, slopes, docs, sinks, *options)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, docs, sinks)
+        ctx.options = options
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *grads, dsinks = _ops.causal_attention_backward.default(dout, *ctx.saved_tensors, *ctx.options)
+        return (*grads, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """Saves no key and no value: they stay in the KV cache, whose rows the backward reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, sinks: Tensor,
+        *options: Any,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, sinks, *options)
+        # A copy of q where it is a part of a larger storage, as one projection makes q, k and v: to save the part would
+        # keep the whole, and keys and values lie in the cache already. Compiled code has buffers of its own.
+        if not torch.compiler.is_compiling() and q.untyped_storage().nbytes() != q.nbytes:
+            q = q.clone(memory_format=torch.contiguous_format)
+        ctx.save_for_backward(q, out, lse, layer, slopes, docs, sinks)
+        ctx.options = options
+        ctx.kv_heads = k.shape[1]
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *grads, dsinks = _ops.segment_attention_backward.default(dout, *ctx.saved_tensors, *ctx.options, ctx.kv_heads)
+        return (*grads, None, None, None, dsinks if ctx.needs_input_grad[6] else None, None, None, None)
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast, casts as torch's own attention does: everything floating but float64."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor | None, sinks: Tensor | None) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ValueError(f"{name} is {_text(t)}, must be (batch, heads, tokens, head_dim)")
+        if t.device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"{name} is on {t.device}: attention runs on the CPU and on CUDA devices")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} has layout {t.layout}, must be torch.strided")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q is {q.dtype}, must be float64, float32, bfloat16 or float16")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs), ("sinks", sinks)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
+    (batch, heads, tokens, head_dim), kv_heads, v_head_dim = q.shape, k.shape[1], v.shape[3]
+    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1 or v_head_dim < 1:
+        raise ValueError(f"q is {_text(q)}, k is {_text(k)}, v is {_text(v)}: no size may be 0")
+    for name, size in (("head_dim", head_dim), ("head_dim of v", v_head_dim)):
+        if size > _MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {size}, must be at most {_MAX_HEAD_DIM}")
+    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim:
+        raise ValueError(f"k is {_text(k)}: must agree with q {_text(q)} in all but heads")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
+    if heads % kv_heads != 0:
+        raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
+    if slopes is None and docs is None and sinks is None:
+        return
+    _check_more(batch, heads, tokens, slopes, docs, sinks)
+
+
+def _check_more(
+    batch: int, heads: int, tokens: int, slopes: Tensor | None, docs: Tensor | None, sinks: Tensor | None
+) -> None:
+    if slopes is not None:
+        if slopes.is_complex():
+            raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
+        if slopes.requires_grad:
+            raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
+        if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
+            raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
+    if docs is not None:
+        if docs.is_floating_point() or docs.is_complex():
+            raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
+        if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
+            raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
+    if sinks is not None:
+        if not sinks.is_floating_point():
+            raise TypeError(f"sinks is {sinks.dtype}, must be a floating type")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks is {_text(sinks)}, must be ({heads}): one of each query head")
+
+
+def _check_tensors(needed: dict[str, Any], **optional: Any) -> None:
+    for name, value in {**needed, **optional}.items():
+        if not isinstance(value, Tensor) and (name in needed or value is not None):
+            raise TypeError(f"{name} is {value!r:.80}, must be a tensor{'' if name in needed else ' or None'}")
+
+
+def _check_tangents(**inputs: Tensor) -> None:
+    """No op here has a rule for forward-mode differentiation: it would lose the tangents without a word."""
+    for name, t in inputs.items():
+        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
+            raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
+
+
+def _ids(doc_ids: Tensor) -> Tensor:
+    """In 32 bits, if they fit."""
+    ids = doc_ids.to(torch.int32)
+    if doc_ids.dtype != torch.int64 or doc_ids.device.type == "meta":
+        return ids
+    fit, rule = (ids == doc_ids).all(), "doc_ids must lie in -2^31..2^31 - 1"
+    if torch.compiler.is_compiling() or doc_ids.is_cuda:
+        torch._assert_async(fit, rule)  # without waiting for a device
+    elif not fit:
+        raise ValueError(f"{rule}: they reach from {int(doc_ids.min())} to {int(doc_ids.max())}")
+    return ids
+
+
+def _check_options(scale: float | None, window: int | None, softcap: float | None) -> None:
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window is {window!r}, must be an int")
+    if window is not None and not 1 <= window < 2**63:
+        raise ValueError(f"window is {window}, must be at least 1 and below 2^63")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}, must be above 0 and finite")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}, must be finite")
+
+
+def _text(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+# -- fake kernels: shapes, dtypes and layouts of the results, for tracing ------------------------------------------
+
+
+def _token_major(like: Tensor, heads: int, head_dim: int) -> Tensor:
+    return like.new_empty((like.shape[0], like.shape[2], heads, head_dim)).transpose(1, 2)
+
+
+def _check_devices(*tensors: Tensor) -> None:
+    if any(t.device != tensors[0].device for t in tensors):
+        raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options."""
+    _check_devices(q, k, v, *others[-6:-3])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _fake_causal_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
+    sinks: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
+    dq, dk, dv = (_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v))
+    return dq, dk, dv, lse.new_empty(sinks.shape)
+
+
+def _fake_segment_attention_backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
+    sizes = (q.shape[1], q.shape[3]), (others[-1], q.shape[3]), (others[-1], out.shape[3])
+    dq, dk, dv = (_token_major(q, *size) for size in sizes)
+    return dq, dk, dv, lse.new_empty(sinks.shape)
+
+
+def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
+    shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
+    return x.new_empty(shape, dtype=torch.int64)
+
+
+for _name, _fake in (
+    ("causal_attention", _fake_attention),
+    ("causal_attention_backward", _fake_causal_attention_backward),
+    ("segment_attention", _fake_attention),
+    ("segment_attention_backward", _fake_segment_attention_backward),
+    ("positions", _fake_positions),
+):
+    torch.library.register_fake(f"seq1f1b::{_name}", _fake)

@@ -1,0 +1,402 @@
+"""Does a stage give a few tokens in two segments what it gives them in one? Runs it alone, forward only.
+
+It runs on a sample, the first tokens of a unit, as two segments. If it returns what the step's unit did, all is well,
+with one exception: output that flows through weights of zero tells nothing. Otherwise it runs on the sample as one
+segment, too, and what differs by more than rounding in the stage's dtype is a finding: whatever mixes tokens shows,
+causal or not, and whatever counts them from zero. Its place is the first module whose arguments or results differ.
+
+A token counts as different only if it differs in every row: a router may send one token of a row to another expert,
+because its scores rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.attention.unit import LiveUnit, current
+from seq1f1b.checks.watch import Watch, sizes_of
+from seq1f1b.engine.batch import StepArguments
+from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
+from seq1f1b.engine.linear import is_plain
+from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
+from seq1f1b.engine.options import Limits, Loss, Memory, Options
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.replicas import without_wrapper
+from seq1f1b.engine.stage import StageStep
+from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.schedule import build_schedule
+from seq1f1b.transport.agreement import Agreement
+from seq1f1b.transport.loopback import LoopbackGroup
+
+__all__: list[str] = []
+
+_ROWS, _TOKENS = 2, 16  # of a sample, at most
+FEWEST = 8  # tokens of a unit that are sample enough; of a shorter one's, some come again
+# A token differs if it does by this much of its norm: by the coarsest eps with which the stage computes, of bfloat16,
+# of float16 and TF32, of float32, of float64. The types of docs/reference/models.md, which are right, differ by 4e-7 in
+# float32 and by 1.2e-2 in bfloat16 at most.
+_LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
+_TF32 = 1e-3
+_MOST = 1 << 20  # elements of a tensor between modules that is looked at
+_alone = threading.Lock()  # of ranks that are threads, one at a time puts back what modules keep
+
+
+# -- a few tokens of a unit's arguments --------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """The first tokens of a unit's arguments, and of what it returned.
+
+    Attributes:
+        values: the positional and the keyword arguments.
+        dims: of each tensor in them, as they come, the dimension of its tokens; -1: it has none.
+        sizes: tokens of the two segments.
+        outputs: tensors that the unit returned; none if it is not known where their tokens are.
+    """
+
+    values: Any
+    dims: list[int]
+    sizes: tuple[int, int]
+    outputs: Sequence[Tensor] = ()
+
+    def arguments(self, begin: int, length: int) -> Any:
+        """The arguments for some of the tokens."""
+        dims = iter(self.dims)
+
+        def part(tensor: Tensor) -> Tensor:
+            dim = next(dims)
+            return (tensor if dim < 0 else tensor.narrow(dim, begin, length)).clone()
+
+        return mapped(self.values, part)
+
+
+def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sample | None:
+    """Copies the first tokens of a unit's arguments; None if it is not known where they are.
+
+    Tokens lie along ``seq_dim``, as keyword arguments have them that are sliced. Another stage may hand on another
+    layout, in which one dimension alone has so many.
+    """
+    rules, seq_dim = step.arguments.arg_rules, step.arguments.seq_dim
+    kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
+    most = min(_TOKENS, length if length >= FEWEST else sum(step.arguments.rows[unit.microbatch]))
+    is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
+    tensors = tensors_of((inputs, kwargs))
+    if not is_known or not tensors_of(inputs) or most < 2:  # a mask, say: nobody knows what it is for other tokens
+        return None
+    dims = [dim for tensor in tensors if (dim := _tokens_of(tensor, seq_dim, length)) is not None]
+    if len(dims) < len(tensors) or dims[0] == -1:
+        return None
+    sizes = _choose_sizes(most, sizes_of(step.stage.modules))
+    rows = tensors[0].shape[_row_of(tensors[0], dims[0])]
+    pairs = enumerate(zip(tensors, dims, strict=True))
+    taken = iter([_taken(tensor.detach(), dim, rows, sizes, is_first=i == 0) for i, (tensor, dim) in pairs])
+    return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
+
+
+def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> None:
+    """Copies what a unit returned for its sample."""
+    tensors, length = tensors_of(output), step.lengths[unit.cell]
+    dims = [_tokens_of(tensor, step.arguments.seq_dim, length) for tensor in tensors]
+    known = [(tensor.detach(), dim) for tensor, dim in zip(tensors, dims, strict=True) if dim is not None and dim >= 0]
+    if len(known) == len(tensors) > 0 and length >= sum(sample.sizes):
+        rows = known[0][0].shape[_row_of(*known[0])]
+        sample.outputs = [_taken(tensor, dim, rows, sample.sizes, is_first=False) for tensor, dim in known]
+
+
+def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
+    """The dimension of a tensor's tokens; -1: it has none; None: nobody knows."""
+    if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length:
+        return seq_dim
+    found = [dim for dim, size in enumerate(tensor.shape) if size == length]
+    return found[0] if len(found) == 1 else None if found else -1
+
+
+def _row_of(tensor: Tensor, dim: int) -> int:
+    return min(1, tensor.dim() - 1) if dim == 0 else 0
+
+
+def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_first: bool) -> Tensor:
+    """A copy of some tokens of a tensor. is_first: it is that of the tokens, which may stand anywhere."""
+    if dim < 0:
+        return tensor.clone()
+    row = _row_of(tensor, dim)
+    has_rows = row != dim and tensor.shape[row] == rows and (dim > 0 or tensor.dim() > 2)
+    if has_rows:
+        tensor = tensor.narrow(row, 0, min(_ROWS, rows))
+    wanted = torch.arange(sum(sizes), device=tensor.device)  # a short unit's come again, of others the last one does
+    wanted = wanted % tensor.shape[dim] if is_first else wanted.clamp(max=tensor.shape[dim] - 1)
+    tokens = tensor.index_select(dim, wanted)
+    if has_rows and rows < _ROWS:  # another row has the tokens in another order
+        tokens = torch.cat([tokens, tokens.roll(1 + sum(sizes) // 3, dim) if is_first else tokens], row)
+    return _varied(tokens, dim) if is_first else tokens
+
+
+def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
+    """Tokens of two segments of unequal length; neither is a size of the stage, nor is their sum, if that can be."""
+    unwanted = taken | {_ROWS}
+    for length in range(most, max(2, most // 2), -1):
+        for size in range(length // 2 + 1, length - 1):
+            if not {length, size, length - size} & unwanted:
+                return size, length - size
+    second = max(1, most * 3 // 8)
+    return most - second, second
+
+
+def _varied(tokens: Tensor, dim: int) -> Tensor:
+    """Tokens that are all alike would hide what mixes them: these differ."""
+    if bool((tokens != tokens.narrow(dim, 0, 1)).any()):
+        return tokens
+    numbers = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    if tokens.is_floating_point():
+        return tokens + torch.cos(numbers * 1.7).to(tokens.dtype) * (0.1 + tokens.abs())
+    return numbers.to(tokens.dtype) % (tokens + 1) if bool((tokens > 0).all()) else tokens
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+Event: TypeAlias = "tuple[int, int, str, int]"
+"""A module is called, or has returned: id of the module whose code made the tensors, id of this one, "in" or "out", and
+how many of these came before."""
+
+
+_Values: TypeAlias = "dict[Event, list[Tensor | None]]"  # of a segment
+_OUTPUT: Event = (0, 0, "stage", 0)
+
+
+@contextmanager
+def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Iterator[None]:
+    """Within, copies what modules are given and return in a unit, in order. Large tensors are left out.
+
+    Hooks would be seen by ranks that are threads and share a module.
+    """
+    call, stack = nn.Module.__call__, [0]
+
+    def note(maker: int, module: nn.Module, kind: str, value: Any) -> None:
+        event = next(event for i in count() if (event := (maker, id(module), kind, i)) not in values)
+        tensors = [] if is_abstract() else tensors_of(value)
+        values[event] = [t.detach().clone() if t.numel() <= _MOST else None for t in tensors]
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if current() is not unit or module not in parts:
+            return call(module, *args, **kwargs)
+        note(stack[-1], module, "in", (args, kwargs))
+        stack.append(id(module))
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            stack.pop()
+        note(id(module), module, "out", output)
+        return output
+
+    nn.Module.__call__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+class Look:
+    """Runs of one stage by itself.
+
+    Args:
+        stage: its module, index and device are read.
+        shares_generators: other threads draw from the same generators, which are therefore not put back.
+    """
+
+    def __init__(self, stage: Any, sample: Sample, *, shares_generators: bool) -> None:
+        module = stage.module
+        self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
+        self._modules = [self._module] if isinstance(self._module, nn.Module) else []
+        self._parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        self._stage, self._sample, self._shares = stage, sample, shares_generators
+        self._sizes = sizes_of(self._modules)
+        named = ((part, part.named_parameters(recurse=False)) for part in self._parts)
+        self._zero = [part for part, own in named if any(_is_zero(name, p) for name, p in own)]
+        self._watches: list[Watch] = []  # of all segments
+
+    def findings(self) -> list[Finding] | None:
+        """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
+        sizes, place = self._sample.sizes, f"stage {self._stage.index}"
+        try:
+            first, second = self._run(sizes)
+            whole = {} if self._is_as_in_step(first, second) else self._run((sum(sizes),))[0]
+            with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
+                found = list(_differences(whole, first, second, sizes, self._least()))
+                told = any(self._tells(event) for event, _, _ in found)
+        except Exception:  # of a stage that takes no other number of tokens, say
+            return None
+        dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
+        shared = [
+            Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts
+        ]
+        return [*([self._explained(*found[0])] if told else []), *shared]
+
+    def _is_as_in_step(self, first: _Values, second: _Values) -> bool:
+        """Whether the stage returned the same in the step's unit, and no weights are zero."""
+        outputs, sizes = self._sample.outputs, self._sample.sizes
+        triples = zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
+        given = [list(_ways(*tensors, sizes)) for tensors in triples]
+        if len(given) < len(first[_OUTPUT]) or not all(given) or self._zero:
+            return False
+        with torch._C.DisableTorchFunction():
+            return not any(_differences({_OUTPUT: list(outputs)}, first, second, sizes, self._least()))
+
+    def _run(self, sizes: Sequence[int]) -> list[_Values]:
+        """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers."""
+        from seq1f1b.engine.runner import Runner  # it lists the features, of which a look is one
+
+        result, device = list[_Values](), self._stage.device
+
+        def call(_: Tensor) -> Any:
+            unit = current()
+            assert unit is not None
+            begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
+            watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
+            self._watches.append(watch)
+            args, kwargs = self._sample.arguments(begin, length)
+            values: _Values = {}
+            # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
+            kept = keep_state(self._modules, None, parameters=False, gradients=False)
+            with _alone, kept, _noted(self._parts, unit, values), watch:
+                output = self._module(*args, **kwargs)
+            unit.watch = None
+            result.append({**values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
+            return output
+
+        options = Options(
+            num_microbatches=1, num_segments=len(sizes), segment_sizes=sizes, seq_dim=1, arg_rules={}, loss_fn=None,
+            loss=Loss(), transport="auto", limits=Limits(), grad_dtype=None, memory=Memory(), sequence_parallel=(0, 1),
+            attention="unchecked", embedding=None,
+        )  # fmt: skip
+        group = LoopbackGroup(1)[0]
+        schedule = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=len(sizes))
+        alone: Any = call
+        pipeline = Pipeline([alone], device, options, group, schedule, Agreement(group, {}))
+        state = RandomState(device)
+        try:
+            with torch.no_grad(), ComparableRun(None):
+                runner = Runner(pipeline, options, schedule, is_whole=len(sizes) == 1, tells=False)
+                runner.run(StepArguments(False, torch.zeros(_ROWS, sum(sizes), device=device), None, None))
+        finally:
+            pipeline.close()
+            draws = not state.is_current()
+            if draws and not self._shares:
+                state.restore()
+        if draws:
+            raise RuntimeError("no two runs are alike")
+        return result
+
+    def _least(self) -> float:
+        """The smallest difference that counts, relative."""
+        given = [*tensors_of(self._sample.values), *(p for module in self._modules for p in module.parameters())]
+        dtypes = {t.dtype for t in given if t.is_floating_point() and t.dtype.itemsize > 1}
+        eps = max([torch.finfo(dtype).eps for dtype in dtypes or {torch.float32}])
+        eps = max([eps, *(watch.eps for watch in self._watches)])
+        is_exact = self._stage.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        if eps > 1e-10 and not is_exact:
+            eps = max(eps, _TF32)
+        return next(least for above, least in _LEAST if eps > above)
+
+    def _tells(self, event: Event) -> bool:
+        """Whether a difference there is the stage's: in its output, or in what flows into weights that are zero.
+
+        No output tells of the latter, as of projections before their first step. A module's own parameter that is zero
+        may scale what its children return; what is carried makes that good.
+        """
+        _, module, kind, _ = event
+        if kind == "out":
+            carries = any("carries" in watch.noted for watch in self._watches)
+            return not carries and any(module == id(child) for part in self._zero for child in part.children())
+        return event == _OUTPUT or any(module == id(part) for part in self._zero)
+
+    def _explained(self, event: Event, is_causal: bool, error: float) -> Finding:
+        """Names the module that differs first, and says what that means."""
+        place, maker = f"stage {self._stage.index}", event[0]
+        for name, part in ((name, part) for module in self._modules for name, part in module.named_modules()):
+            if id(part) == maker or (not maker and part is self._module):
+                place += f", {name.removeprefix('_orig_mod').lstrip('.') or 'itself'} ({type(part).__name__})"
+                break
+        foreign = [watch.foreign for watch in self._watches if watch.foreign]
+        if foreign and not any("attends" in watch.noted for watch in self._watches):
+            return Finding(ATTENTION, place, f"differs by {error:.2g} of a token's norm, and the stage {foreign[0]}")
+        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
+        return Finding(STATE if is_causal else STATISTICS, place, what)
+
+
+_ANEW = "begins anew in every segment"
+_LATER = "gives a token another value where later tokens are in its segment, or where the segment is longer"
+
+
+def _is_zero(name: str, parameter: Tensor) -> bool:
+    is_floating = is_plain(parameter) and parameter.is_floating_point()
+    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
+        return False
+    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # of most, these tell
+    return not bool(first.any()) and not bool(parameter.any())
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def _differences(
+    whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
+) -> Iterator[tuple[Event, bool, float]]:
+    """Yields the events that differ between a run as one segment and one as two, in order.
+
+    Args:
+        allowed: the largest error of a token that is none, relative to its norm.
+    Returns:
+        each event, whether the first segment is as in the whole, and the largest error of a token.
+    """
+    for event in (event for event in whole if event in first and event in second):
+        found = list[Tensor]()
+        for tensors in zip(whole[event], first[event], second[event], strict=False):
+            ways = [_errors(a, torch.cat([b, c], dim), dim) for dim, a, b, c in _ways(*tensors, sizes)]
+            found += ways[-1:] if all(bool((errors > allowed).any()) for errors in ways) else []
+        if found:
+            is_causal = not any(bool((errors[: sizes[0]] > allowed).any()) for errors in found)
+            yield event, is_causal, max(float(errors.max()) for errors in found)
+
+
+def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """The tokens' dimension, and the tensors; in two ways where tokens and rows share a dimension."""
+    length, tensors = sum(sizes), (one, first, second)
+    is_strided = all(type(t) is Tensor and t.layout == torch.strided and not t.is_nested for t in tensors)
+    for dim, size in enumerate(one.shape if is_strided else ()):
+        rows = size // length
+        shapes = [(*one.shape[:dim], rows * n, *one.shape[dim + 1 :]) for n in (length, *sizes)]
+        if rows and [tuple(t.shape) for t in tensors] == shapes:
+            if rows == 1:
+                yield dim, one, first, second
+            else:
+                for at, apart in ((dim + 1, (rows, -1)), (dim, (-1, rows))):
+                    a, b, c = (torch.unflatten(t, dim, apart) for t in tensors)
+                    yield at, a, b, c
+            return
+
+
+def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:
+    """By token, the error of the row in which it is the smallest."""
+    row = next((i for i, size in enumerate(one.shape) if i != dim and size == _ROWS), None)
+    a, b = (_by_token(t, row, dim) for t in (one, other))
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, b - a).norm(dim=2).nan_to_num(math.inf)
+    size = a.nan_to_num(0.0, 0.0, 0.0).norm(dim=2)
+    size = size.maximum(0.1 * size.square().mean().sqrt())  # a token may be near zero where others are not
+    return torch.where(apart == 0.0, 0.0, apart / size).amin(0)
+
+
+def _by_token(tensor: Tensor, row: int | None, dim: int) -> Tensor:
+    """(rows, tokens, rest), float64."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = tensor.movedim(dim, 0)[None] if row is None else tensor.movedim((row, dim), (0, 1))
+    return tensor.reshape(*tensor.shape[:2], -1).double()

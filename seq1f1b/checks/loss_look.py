@@ -1,0 +1,200 @@
+"""Looks at a loss in the first step of a shape: do its segments, weighted as they are, make the loss of the whole?
+
+They do if the loss divides by what the engine counts, and no token's depends on another token. Its value says little,
+because an untrained model's is the same for every token; so the gradients of a few tokens' outputs are compared, of
+which a wrong divisor changes each. Outputs are scaled, each by a factor of its own: a ratio to the model as it was is 1
+for every token in the first step, and would hide what it depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from seq1f1b.engine.findings import COUPLING, WEIGHTING
+from seq1f1b.engine.model_state import RandomState, uncompiled
+from seq1f1b.engine.weighting import Weighting
+from seq1f1b.nested import distance, mapped, norm, tensors_of
+
+__all__: list[str] = []
+
+Sizes: TypeAlias = "Mapping[int, Sequence[int]]"
+
+_MOST = 1 << 20  # elements of the outputs that are compared: 4 MiB in float32
+_LEAST_TOKENS = 8  # of each segment
+_SHARE = 8  # all tokens together are so small a part of a segment: the head may be in the loss, and logits are large
+_DIFFERS, _DIFFERS_NARROW = 1e-3, 5e-2  # relative; in float32, and where anything is computed in 16 bits
+
+
+class LossLook:
+    """Some segments of one micro-batch, as they come; a few tokens of each of their parts.
+
+    Args:
+        microbatch: whose segments it takes.
+        sizes: by segment, the tokens of its parts: one, or several siblings, or the halves of the only segment.
+        count: counts one part's targets; None: segments are summed.
+        dim: the sequence dimension.
+        is_halved: tokens of a part may depend on the other one: only a divisor can be wrong.
+    Attributes:
+        cause: of what was found.
+    """
+
+    def __init__(
+        self, microbatch: int, sizes: Sizes, count: Callable[[Any], float] | None, dim: int, is_halved: bool
+    ) -> None:
+        self.microbatch, self.sizes, self.cause = microbatch, sizes, WEIGHTING
+        self._count, self._dim, self._num_parts, self._is_halved = count, dim, sum(map(len, sizes.values())), is_halved
+        self._parts: list[tuple[Any, Any]] = []  # outputs and targets
+        self._is_believed = False
+
+    def take(self, output: Any, target: Any, segment: int, leaves: bool) -> bool:
+        """Keeps a copy of some of a segment's tokens. Returns whether all segments have come.
+
+        Args:
+            leaves: the loss carries state from segment to segment, or runs a backward itself. It is believed, and not
+                called again; nor is one whose input has no tokens.
+        """
+        length, begin = sum(self.sizes[segment]), 0
+        tensors = tensors_of(output)
+        has_tokens = any(t.dim() > self._dim and t.shape[self._dim] == length for t in tensors)
+        self._is_believed |= leaves or not has_tokens or any(t.is_meta for t in tensors)
+        if self._is_believed:
+            return False
+        elements = sum(t.numel() for t in tensors)
+        share = min(length * _MOST // max(1, elements), length // _SHARE) // self._num_parts
+        for size in self.sizes[segment]:
+            tokens = min(size, max(_LEAST_TOKENS, share))
+            rows = torch.linspace(begin, begin + size - 1, tokens, dtype=torch.float64, device="cpu").long()
+
+            def some(tensor: Tensor, rows: Tensor = rows) -> Tensor:
+                if tensor.dim() <= self._dim or tensor.shape[self._dim] != length:
+                    return tensor.detach()
+                return tensor.detach().index_select(self._dim, rows.to(tensor.device))
+
+            self._parts.append((mapped(output, some), mapped(target, some)))
+            begin += size
+        return len(self._parts) == self._num_parts
+
+    def difference(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any], device: torch.device) -> str:
+        """Compares the gradient of the parts with that of the whole; says in words what is wrong, or returns "".
+
+        Nothing can be compared if the loss draws random numbers or does not take fewer tokens.
+        """
+        state = RandomState(device)
+        try:
+            with torch.enable_grad(), uncompiled():
+                found = self._compare(loss_fn, kwargs)
+            return "" if found is None or not state.is_current() else found
+        except Exception:  # of a loss that does not take other lengths, say: a look must not end a right step
+            return ""
+        finally:
+            state.restore()
+
+    def _compare(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
+        counts = [1.0 if self._count is None else float(self._count(target)) for _, target in self._parts]
+        parts = [part for part, count in zip(self._parts, counts, strict=True) if count > 0.0]
+        counts = [count for count in counts if count > 0.0]
+        if len(parts) < 2:
+            return None
+        total = 1.0 if self._count is None else sum(counts)
+        leaves = [mapped(output, _scaled) for output, _ in parts]
+        flat = [[t for t in tensors_of(leaf) if t.requires_grad] for leaf in leaves]
+        every = [t for each in flat for t in each]
+
+        def gradients(output: Any, target: Any, count: float, of: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            loss = loss_fn(output, target, **kwargs)
+            if isinstance(loss, tuple):  # sums with their divisors are added, and so are losses of tokens
+                self.cause, loss = COUPLING, loss[0]
+            elif loss.numel() > 1:
+                self.cause, loss = COUPLING, loss.sum() / total
+            else:
+                loss = loss * (count / total)
+            with torch.autocast(every[0].device.type, enabled=False):  # as every backward
+                return torch.autograd.grad(loss, of, allow_unused=True)
+
+        apart: list[Tensor | None] = []  # what one part saves is gone before the next
+        for leaf, own, (_, target), count in zip(leaves, flat, parts, counts, strict=True):
+            apart += gradients(leaf, target, count, own)
+        together = gradients(self._joined(leaves), self._joined([target for _, target in parts]), total, every)
+        pairs = [(a, b) for a, b in zip(apart, together, strict=True) if a is not None and b is not None]
+        size, off = math.hypot(*(norm(b) for _, b in pairs)), math.hypot(*(distance(a, b) for a, b in pairs))
+        narrow = torch.is_autocast_enabled(every[0].device.type) or any(t.dtype.itemsize < 4 for t in every)
+        if not 0.0 < size < math.inf or off <= (_DIFFERS_NARROW if narrow else _DIFFERS) * size:
+            return None
+        if self._is_halved and (self.cause == COUPLING or not _is_divided(pairs, counts)):
+            return None
+        what = "divides by something else than the number of targets that are counted"
+        if self.cause == COUPLING:
+            what = "of a token depends on other tokens, in a segment on others than in the whole sequence"
+        elif self._count is None:
+            what = 'is not the sum over targets that Loss(reduction="sum") takes it for'
+        return f"{what}: the gradient of its segments together is {off / size:.1%} off that of the whole"
+
+    def _joined(self, values: Sequence[Any]) -> Any:
+        every = zip(*map(tensors_of, values), strict=True)
+        whole = iter([torch.cat(same, self._dim) if same[0].dim() > self._dim else same[0] for same in every])
+        return mapped(values[0], lambda _: next(whole))
+
+
+def look_of(step: Weighting) -> LossLook | None:
+    """Makes the look at the loss in the first step of a shape; None if there is nothing to compare."""
+    options = step.options
+    if options.head is not None:
+        return None
+    every = {m: _looked_at(step, m) for m in range(len(step.rows))}
+    found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
+    if is_halved := not found and step.batch.by_targets:
+        some = {m: sizes for m, sizes in every.items() if sizes}
+        found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
+    if not found:
+        return None
+    m = min(found, key=lambda m: sum(map(count_values, tensors_of(step.batch.target[m]))))
+    if step.arguments.trees is not None:  # most siblings, or the most segments of a path
+        m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
+    return LossLook(m, found[m], step.count, options.seq_dim, is_halved)
+
+
+def _looked_at(step: Weighting, m: int) -> dict[int, Sequence[int]]:
+    """Tokens of the segments of a micro-batch, and of siblings in them, whose losses make that of all together.
+
+    In a tree they are those of a segment of siblings, or of the longest path.
+    """
+    first = sum(map(len, step.rows[:m]))
+    counted = [s for s in range(len(step.rows[m])) if step.shares[first + s] > 0.0]
+    trees, num_parts = step.arguments.trees, step.options.sequence_parallel[1]
+    if trees is None:
+        return {s: (step.rows[m][s] // num_parts,) for s in counted}
+    paths = list[list[int]]()
+    for s, parent in enumerate(trees.parents[m]):
+        paths.append([*(paths[parent] if parent >= 0 else ()), *([s] if s in counted else ())])
+    siblings = [[s] for s in counted if len(trees.parts[m][s]) > 1]
+    return {s: trees.parts[m][s] for s in (siblings or sorted(paths, key=len))[-1]}
+
+
+def _scaled(tensor: Tensor) -> Tensor:
+    """A leaf of each element times a factor of its own, in 0.7..1: a probability stays one."""
+    if not tensor.is_floating_point():
+        return tensor
+    numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).view(tensor.shape)
+    return (tensor * (1.0 - 0.3 * (numbers * 0.6180339887 % 1.0)).to(tensor.dtype)).requires_grad_()
+
+
+def _is_divided(pairs: Sequence[tuple[Tensor, Tensor]], counts: Sequence[float]) -> bool:
+    """Whether parts differ from the whole by a factor each, as those of another divisor: they add up, or are alike."""
+    factors = [float((a * b).sum() / a.square().sum().clamp(min=1e-30)) for a, b in pairs]  # NaN of a loss of no target
+    rest = max(float((b - f * a).norm() / b.norm()) for f, (a, b) in zip(factors, pairs, strict=True))
+    divisors = [factor * count / sum(counts) for factor, count in zip(factors, counts, strict=True)]
+    unlike = min(abs(sum(divisors) - 1.0), max(divisors) - min(divisors))
+    return not (rest > _DIFFERS or unlike > _DIFFERS)
+
+
+def count_values(tensor: Tensor) -> int:
+    """A mask or padding is likeliest in targets that have few."""
+    if tensor.is_meta:
+        return 0
+    flat = tensor.detach().reshape(-1)
+    return len(torch.unique(flat[:: max(1, flat.numel() // 4096)]))

@@ -1,0 +1,440 @@
+"""The model itself as the reference of a verification: it runs whole on rank 0, with the values that the stages hold.
+
+There it is a pipeline of one stage and one segment, so batch, loss and weighting are the engine's. What it gives goes
+to the ranks that hold the same: losses and outputs to the last stage's, each gradient to those with its parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.checks.verify_runs import (
+    Forward,
+    Held,
+    NotRun,
+    Pass,
+    Session,
+    named_tensors,
+    one_by_one,
+    own_modules,
+    refuse,
+)
+from seq1f1b.engine.batch import StepArguments
+from seq1f1b.engine.options import Memory
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.replicas import without_wrapper
+from seq1f1b.engine.runner import Runner
+from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.placement import common_device, free_bytes
+from seq1f1b.schedule import build_schedule
+from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.agreement import Agreement
+from seq1f1b.transport.values import pack, sendable
+
+__all__: list[str] = []
+
+FROZEN, BUFFERS, UNTIED = "frozen parameters", "buffers", "untied parameters"
+DROPOUT, PRECISION = "dropout", "precision"
+_LISTED = 5  # names in an error
+
+
+class WholeModel:
+    """Runs the whole model on rank 0. Every rank makes one, and all call the same methods: each is collective.
+
+    Args:
+        model: on rank 0.
+    Raises:
+        ValueError: the model cannot be compared with the stages; on every rank alike.
+    Attributes:
+        fits_wide: whether rank 0 has memory for the model in float64.
+        notes: for whoever reads the result, once :meth:`note` was called.
+    """
+
+    def __init__(self, runner: Runner, arguments: StepArguments, model: Any) -> None:
+        self._runner, self._group, self._rank = runner, runner.pipeline.group, runner.pipeline.rank
+        self._last = runner.pipeline.rank_of_stage[-1]
+        refuse(self._group, _refusal(runner, model))
+        own = list(named_tensors(own_modules(runner)))
+        first = {id(held.tensor): held.name for held in reversed(own)}
+        compared = [first[id(p)] for _, p in runner.pipeline.named_parameters() if p.requires_grad]
+        described = [[h.name, h.place, h.kind, tuple(h.tensor.shape), h.tensor.requires_grad] for h in own]
+        everyones = self._group.all_gather_object([described, compared])
+        self._compared: list[list[str]] = [theirs for _, theirs in everyones]
+        self._model: Any = None  # a _Model on rank 0
+        text = ""
+        if self._rank == 0:
+            try:
+                self._model = _Model(runner, model)
+                text = self._model.refusal([theirs for theirs, _ in everyones])
+            except Exception as error:  # the others hear of it, too
+                text = f"the model cannot be prepared: {type(error).__name__}: {error}"
+        refuse(self._group, text)
+        self._take(arguments, own)
+        self.fits_wide: bool = self._group.all_gather_object(self._model is not None and self._model.fits_wide())[0]
+        self._differences: list[str] = []
+        self.notes: list[str] = []
+        self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by the dtype of the run
+        self._drops = Counter[float]()
+
+    def _take(self, arguments: StepArguments, own: Sequence[Held]) -> None:
+        """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's."""
+        rules = {name: rule for name, rule in self._runner.options.arg_rules.items() if isinstance(rule, str)}
+        values = {held.name: held.tensor.detach() for held in own if held.kind != "constant"}
+        target, kwargs, all_rules, all_values = arguments.target, arguments.kwargs, dict[str, Any](), []
+        for rank in range(self._group.size):
+            mine = values, arguments.target if rank == self._last else None, arguments.kwargs, rules
+            found = _sent(self._group, mine, rank, 0)
+            if self._model is not None:
+                theirs, goal, given, of_rank = found
+                all_values.append(theirs)
+                target = goal if rank == self._last else target
+                kwargs = _joined(kwargs, given) if rank else kwargs
+                all_rules = of_rank | all_rules
+        if self._model is not None:
+            self._model.values = all_values
+            all_rules |= self._runner.options.arg_rules
+            self._model.open(all_rules, replace(arguments, target=target, kwargs=kwargs))
+
+    def note(self, found: Pass) -> None:
+        """Notes what a run of the pipeline tells of the stages: which buffers a step changes, and what comes out."""
+        everyones = self._group.all_gather_object([found.changed, found.returns_tensor])
+        texts = None
+        if self._model is not None:
+            self._model.stage.returns_tensor = everyones[self._last][1]
+            texts = self._model.choose({name for theirs, _ in everyones for name in theirs})
+        self._differences, self.notes = self._group.all_gather_object(texts)[0]
+
+    def run(self, dtype: torch.dtype | None) -> Pass:
+        """One run of the model.
+
+        Returns:
+            what the stages in a chain would give on this rank.
+        Raises:
+            NotRun: the model raised an error, on every rank.
+        """
+        self._group.set_limits(self._runner.options.limits.longest)  # the other ranks wait for rank 0
+        self._group.all_gather_object(True)  # all have given back what ranks that are threads share
+        found, told = None, None
+        if self._model is not None:
+            try:
+                found = self._model.session.run_whole(dtype, lambda: self._model.fill(dtype))
+                forwards = {n.removeprefix("model."): f for n, f in found.forwards.items() if n.startswith("model.")}
+                told = ["", found.draws, dict(found.drops), forwards]
+            except NotRun as error:
+                told = [str(error), False, {}, {}]
+        text, draws, drops, self._forwards[dtype] = self._group.all_gather_object(told)[0]
+        if text:
+            raise NotRun(text)
+        self._drops = Counter(drops)
+        mine: Any = None
+        for rank, compared in enumerate(self._compared):
+            part = None if found is None else self._model.part(found, compared, rank == 0, rank == self._last)
+            arrived = _sent(self._group, part, 0, rank)
+            mine = arrived if rank == self._rank else mine
+        device = self._runner.pipeline.device
+        losses, outputs, gradients = mapped(mine, lambda tensor: tensor.to(device))
+        not_finite = [] if found is None else found.not_finite
+        if not_finite:
+            not_finite[1] = not_finite[1].replace("stage 0, model.", "the model, ")
+        return Pass(losses, outputs, gradients, draws, Counter(drops), [], [], {}, not_finite)
+
+    def end(self) -> None:
+        if self._model is not None:
+            self._model.session.end()
+
+    # -- beside numbers --------------------------------------------------------------------------------------------
+
+    def compare_with(self, found: Pass) -> list[str]:
+        """Says in words what differs beside numbers. Collective."""
+        forwards, drops = self._everyones_forwards(found), Counter[float]()
+        for theirs in self._group.all_gather_object(dict(found.drops)):
+            drops += Counter(theirs)
+        differences = list(self._differences)
+        differences += [
+            f"{DROPOUT}: with p = {p:g} the stages drop {drops[p]} numbers of the batch, the model {self._drops[p]}; "
+            "compare the dropout and the training mode of their modules"
+            for p in sorted(drops.keys() | self._drops.keys())
+            if drops[p] != self._drops[p]
+        ]
+        unlike = (
+            f"{PRECISION}: {name} ({truth.kind}) returns {truth.dtype} in the model, {stage.dtype} in its stage"
+            for name, truth in self._forwards[None].items()
+            for stage in forwards.get(name, ())
+            if stage.kind == truth.kind and stage.dtype != truth.dtype
+        )
+        return differences + list(islice(unlike, 1))
+
+    def _everyones_forwards(self, run: Pass) -> dict[str, list[Forward]]:
+        """By name, those of all stages that have such a module: its kind, or what stands for it."""
+        found: dict[str, list[Forward]] = {}
+        for theirs in self._group.all_gather_object(run.forwards):
+            for name, forward in theirs.items():
+                found.setdefault(name, []).append(forward)
+        return found
+
+    def first_difference(self, chain: Pass, dtype: torch.dtype | None, tolerance: float) -> str:
+        """The first module, in the model's order, that returns something else in the stages, in words; "" if none does.
+        Collective."""
+        found = self._everyones_forwards(chain)
+        for name, truth in self._forwards[dtype].items():
+            stages = found.get(name, [])
+            if name and stages and not any(stage.is_like(truth, tolerance) for stage in stages):
+                stage = next((stage for stage in stages if stage.kind == truth.kind), stages[0])
+                text = f"{name} ({truth.kind}) is the first module that returns something else"
+                if stage.kind != truth.kind:
+                    text += f"; its stage has a {stage.kind} there"
+                return text
+        return ""
+
+
+class _Model:
+    """Rank 0's model, and the pipeline of one stage in which it runs.
+
+    Attributes:
+        values: what each rank's stages hold, by name.
+        session: runs it, once it is open.
+    """
+
+    def __init__(self, runner: Runner, model: Any) -> None:
+        self._runner = runner
+        first, bare = without_wrapper(next(iter(runner.pipeline.modules.values()))), without_wrapper(model)
+        of_whole = getattr(first, "of_whole", None)
+        module, call = (bare, bare) if of_whole is None else of_whole(bare)
+        self.stage = _Whole(module, call)
+        owners, loss_fn = [("", "the model", module)], runner.options.loss_fn
+        if isinstance(loss_fn, nn.Module):
+            owners.append(("loss: ", "the loss", without_wrapper(loss_fn)))
+        self._held = {held.name: held for held in named_tensors(owners)}
+        self._names: dict[int, list[str]] = {}  # of each tensor
+        for name, held in self._held.items():
+            self._names.setdefault(id(held.tensor), []).append(name)
+        self.values: list[dict[str, Tensor]] = []
+        self.session: Any = None
+        self._chosen: list[tuple[Tensor, Tensor]] = []  # of the model, and their values in the stages
+        self._frozen: list[str] = []
+
+    # -- what is compared ------------------------------------------------------------------------------------------
+
+    def refusal(self, everyones: Sequence[Sequence[Any]]) -> str:
+        """Why the model cannot be compared with what the ranks hold, or ""."""
+        if any(held.tensor.is_meta for held in self._held.values()):
+            return "the model lies on the meta device: verify needs one with memory"
+        self._device = common_device([self.stage.model])
+        needed, free = self._bytes(3, None), free_bytes(self._device)
+        if needed > free:
+            return (
+                f"the model does not fit beside the stages: values and gradients need {needed / 2**30:.2f} GiB, and "
+                f"{free / 2**30:.2f} GiB are free; verify a smaller configuration, with fewer layers, or without model="
+            )
+        lacking, others, found = [], [], set()
+        for rank, theirs in enumerate(everyones):
+            for name, place, kind, shape, is_trained in theirs:
+                own = self._held.get(name)
+                if own is None:
+                    lacking += [f"{name} ({place}, rank {rank})"] * (kind != "constant")
+                    continue
+                found.add(id(own.tensor))
+                if own.tensor.shape != shape and kind != "constant":
+                    others.append(f"{name} is {shape} in {place}, {tuple(own.tensor.shape)} in the model")
+                if kind == "parameter" and own.tensor.requires_grad != is_trained:
+                    self._frozen.append(name)
+        left = [names[0] for key, names in self._names.items() if key not in found and not self._is_constant(names)]
+        problems = [("stages hold what the model lacks: ", lacking), ("the model has what no stage holds: ", left)]
+        texts = [text + _listed(names) for text, names in (*problems, ("", others)) if names]
+        if not texts:
+            return ""
+        return (
+            f"verify(model=) compares by names, and {'; '.join(texts)}. Stages must have the model's names, as those "
+            "of seq1f1b.split and pipeline_stage do"
+        )
+
+    def _is_constant(self, names: Sequence[str]) -> bool:
+        return self._held[names[0]].kind == "constant"
+
+    def _bytes(self, copies: int, itemsize: int | None) -> int:
+        tensors = {id(held.tensor): held.tensor for held in self._held.values()}.values()
+        return copies * sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
+
+    def fits_wide(self) -> bool:
+        """Beside the model's copy and gradients, gradients of three runs stay on the ranks."""
+        return self._bytes(5, 8) < free_bytes(self._device)
+
+    def choose(self, changed: set[str]) -> list[list[str]]:
+        """Chooses the values with which the model runs: those of the stages.
+
+        Args:
+            changed: names of buffers that a step changes; others must be as in the model, while all parameters are.
+        Returns:
+            differences, and notes.
+        """
+        taken: list[str] = []
+        stale: list[str] = []
+        apart: list[str] = []
+        for names in sorted(self._names.values(), key=lambda names: self._held[names[0]].kind != "parameter"):
+            own = self._held[names[0]].tensor
+            values = [(name, theirs[name]) for name in names for theirs in self.values if name in theirs]
+            if not values or self._is_constant(names):
+                continue
+            (name, value), *others = values
+            apart += [other for other, theirs in others if not _are_equal(value, theirs)]
+            if not _are_equal(own.to(value.dtype), value):
+                if self._held[name].kind == "parameter":
+                    taken.append(name)
+                elif name not in changed and not taken:
+                    stale.append(name)
+                    continue
+            self._chosen.append((own, value))
+        texts = [
+            f"{FROZEN}: requires_grad is another one in the model for {_listed(self._frozen)}",
+            f"{BUFFERS}: the model has another value for {_listed(stale)}, and no step changes it",
+            f"{UNTIED}: stages have unlike values for one parameter of the model, {_listed(apart)}",
+        ]
+        notes = [f"The model had other values, and took the stages': {_listed(taken)}."] * bool(taken)
+        found = self._frozen, stale, apart
+        return [[text for text, names in zip(texts, found, strict=True) if names], notes]
+
+    # -- a run -----------------------------------------------------------------------------------------------------
+
+    def open(self, rules: Mapping[str, Any], arguments: StepArguments) -> None:
+        """Makes the pipeline."""
+        options = replace(
+            self._runner.options,
+            num_segments=1,
+            segment_sizes=None,
+            arg_rules=rules,
+            transport="auto",
+            memory=Memory(),
+            attention="any",
+        )
+        schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
+        build = partial(one_by_one, schedule, are_rows=True)
+        group = LoopbackGroup(1)[0]
+        pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
+        runner = Runner(pipeline, options, schedule, build, is_whole=True, tells=False)
+        runner.divides = self._runner.divides
+        self._trained = [p for _, p in pipeline.named_parameters() if p.requires_grad]
+        self.session = Session(runner, arguments)
+
+    def fill(self, dtype: torch.dtype | None) -> None:
+        """Gives the model the chosen values, within a run."""
+        for own, value in self._chosen:
+            wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            own.data = value.to(own.device, wanted, copy=True)
+
+    def part(self, found: Pass, compared: Iterable[str], is_first: bool, is_last: bool) -> list[list[Any]]:
+        """Tensors of a run that go to a rank: losses, outputs and gradients.
+
+        Args:
+            compared: names of the rank's parameters that train.
+        """
+        by_id = {id(p): gradient for p, gradient in zip(self._trained, found.gradients, strict=False)}
+        gradients = [by_id.get(id(self._held[name].tensor)) for name in compared]
+        of_inputs = found.gradients[len(self._trained) :] if is_first else []
+        return [list(found.losses) * is_last, list(found.outputs) * is_last, [*gradients, *of_inputs]]
+
+
+class _Whole(nn.Module):
+    """The model as one stage. What surrounds its one tensor, as in transformers, is left out where stages return that.
+
+    Args:
+        call: takes what the first stage takes, and every stage's keyword arguments.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.returns_tensor = False
+        self.__dict__["call"] = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__dict__["call"](*args, **kwargs)
+        tensors = tensors_of(output)
+        return tensors[0] if self.returns_tensor and len(tensors) == 1 else output
+
+
+def _refusal(runner: Runner, model: Any) -> str:
+    if runner.options.head is not None or runner.options.embedding is not None:
+        return "verify(model=) compares whole layers, and this engine spreads its vocabulary over the ranks"
+    if runner.pipeline.rank_of_stage[0] != 0:
+        return "verify(model=) runs the model on rank 0, which must hold the first stage"
+    if runner.pipeline.rank != 0:
+        return ""
+    if runner.options.loss_fn is None:
+        return "verify(model=) runs the model and its loss here: give this rank's engine loss_fn, too"
+    if not isinstance(model, nn.Module):
+        return f"model must be a torch.nn.Module, the whole one, given on rank 0, got {type(model).__name__}"
+    return ""
+
+
+@sendable
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor in a value that one rank sends to another; its bytes follow in one message with those of the others."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def tensor(self, data: Tensor) -> Tensor:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return data.clone().view(dtype).view(self.shape)
+
+
+def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
+    """A value with tensors of one rank on another, there on the CPU; None on the others. Collective.
+
+    Raises:
+        ValueError: the value holds something else than tensors and what ranks tell each other; on every rank.
+    """
+    if source == destination:
+        return value if group.rank == source else None
+    told, text, parts = None, "", list[Tensor]()
+
+    def sent(tensor: Tensor) -> _Sent:
+        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    if group.rank == source:
+        told = mapped(value, sent)
+        try:
+            pack(told)
+        except TypeError as error:
+            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
+    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
+    if text:
+        raise ValueError(text)
+    if group.rank == source:
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        group.exchange(data, [destination], [], data)
+    if group.rank != destination:
+        return None
+    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
+    return mapped(told, lambda each: each.tensor(next(arrived)), _Sent)
+
+
+def _joined(own: Any, theirs: Any) -> Any:
+    """Keyword arguments of two ranks; the first one's count where both have them."""
+    if not own or not theirs:
+        return own or theirs
+    if isinstance(own, list):
+        return [{**b, **a} for a, b in zip(own, theirs, strict=True)]
+    return {**theirs, **own}
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().cpu().to_dense(), other.detach().cpu().to_dense())
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -1,0 +1,268 @@
+"""Steps of rows: micro-batches that have each their own length and number of segments.
+
+Their segments may be trees: each follows a parent, and leaves of one parent may share a unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from seq1f1b.files import check_int
+from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.transport import RankGroup
+from seq1f1b.transport.agreement import check_agreement
+
+__all__: list[str] = []
+
+Rows: TypeAlias = Sequence[Sequence[int]]
+"""Tokens of the segments of every micro-batch."""
+
+PlannedRows: TypeAlias = Any
+"""A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, which a higher room makes."""
+
+MOST_TOKENS = 1 << 40  # of a segment, as of a sequence (csrc/core/partition.h)
+MOST_SHOWN = 200  # characters of the rows in a message
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The parents of the segments of every micro-batch.
+
+    Attributes:
+        parents: the segment that each segment of each micro-batch follows, -1 for its first.
+        parts: tokens of the siblings that share a segment, ``[micro-batch][segment]``; one number where it is alone.
+    """
+
+    parents: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def __str__(self) -> str:
+        """The parents, and the siblings if there are any."""
+        shared = {(m, s): part for m, row in enumerate(self.parts) for s, part in enumerate(row) if len(part) > 1}
+        text = repr([list(row) for row in self.parents])
+        return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
+
+    def positions(self, m: int) -> list[int]:
+        """Positions along the paths at which the segments of a micro-batch begin."""
+        return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
+
+    @cached_property
+    def followed(self) -> tuple[tuple[int, ...], ...] | None:
+        """``parents``, as an order has them: None where all micro-batches are chains, whatever siblings these hold."""
+        is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
+        return self.parents if is_tree else None
+
+    @cached_property
+    def siblings(self) -> tuple[list[int], list[int]]:
+        """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
+
+        Behind the last cell stands the number of all.
+        """
+        cells = [part if len(part) > 1 else () for row in self.parts for part in row]
+        if not any(cells):
+            return [], []
+        return list(chain.from_iterable(cells)), list(accumulate(map(len, cells), initial=0))
+
+
+class Path(NamedTuple):
+    """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
+
+    Attributes:
+        tokens: where its tokens lie there.
+        own: numbers along the path of those that no path before it has.
+    """
+
+    tokens: Tensor
+    own: Tensor
+
+
+def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
+    """Every path of a micro-batch; a sibling that shares a segment is a leaf of its own."""
+    begins = list(accumulate(map(sum, parts), initial=0))
+    above: list[list[range]] = []  # of each segment: tokens of those that it follows
+    seen: set[int] = set()
+    found = []
+    for parent in parents:
+        above.append([*above[parent], range(begins[parent], begins[parent + 1])] if parent >= 0 else [])
+    for s in (s for s in range(len(parents)) if s not in parents):
+        own = begins[s]
+        for part in parts[s]:
+            tokens = list(chain.from_iterable([*above[s], range(own, own + part)]))
+            new = [i for i, token in enumerate(tokens) if token not in seen]
+            found.append(Path(torch.tensor(tokens, device="cpu"), torch.tensor(new, device="cpu")))
+            seen.update(tokens)
+            own += part
+    return found
+
+
+def by_paths(
+    run: Callable[..., Any],
+    paths: Sequence[Path],
+    dim: int,
+    inputs: Iterable[Any],
+    kwargs: dict[str, Any],
+    sliced: Callable[[str], bool],
+) -> Any:
+    """The outputs of ``run`` for every path alone, laid out as the micro-batch's tokens are.
+
+    Args:
+        dim: the dimension of tokens.
+        sliced: whether a keyword argument has a number for each token.
+    """
+    length = sum(len(path.own) for path in paths)
+    outputs = []
+    for path in paths:
+
+        def on_path(value: Any, tokens: Tensor = path.tokens) -> Any:
+            return mapped(value, lambda t: t.index_select(dim, tokens.to(t.device)) if _is_of(t, dim, length) else t)
+
+        given = {name: on_path(value) if sliced(name) else value for name, value in kwargs.items()}
+        outputs.append(run(*(on_path(value) for value in inputs), **given))
+    places = torch.cat([path.tokens[path.own] for path in paths]).argsort()
+    every = [list(tensors_of(output)) for output in outputs]
+
+    def joined(several: tuple[Tensor, ...]) -> Tensor:
+        if not all(_is_of(t, dim, len(p.tokens)) for t, p in zip(several, paths, strict=True)):
+            return several[0]
+        own = [t.index_select(dim, p.own.to(t.device)) for t, p in zip(several, paths, strict=True)]
+        return torch.cat(own, dim).index_select(dim, places.to(own[0].device))
+
+    whole = iter([joined(several) for several in zip(*every, strict=True)])
+    return mapped(outputs[0], lambda _: next(whole))
+
+
+def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
+    return tensor.dim() > dim and tensor.size(dim) == length
+
+
+def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Positions along the paths at which segments begin: each at the end of its parent."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + sizes[parent])
+    return found
+
+
+def runs_of(
+    rows: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None, siblings: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Runs of tokens of a step of rows: the position along its path at which each begins, and its tokens.
+
+    Args:
+        rows: tokens of the segments of every micro-batch.
+        parents: what these follow; None: each the one before it.
+        siblings: by cell, tokens of the leaves that share it, empty where it is alone; empty: all are.
+    """
+    found, cell = [], 0
+    for m, sizes in enumerate(rows):
+        own = range(-1, len(sizes) - 1) if parents is None else parents[m]
+        for begin, size in zip(positions_of(own, sizes), sizes, strict=True):
+            found += [(begin, tokens) for tokens in (siblings and siblings[cell]) or (size,)]
+            cell += 1
+    return found
+
+
+def rows_given(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:
+    """The arguments of a step of rows, by name, from those that an engine was given."""
+    if plan is None:
+        if parents is not None and segment_sizes is None:
+            raise ValueError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
+        return {"rows": segment_sizes, "parents": parents}
+    for name, given in (("segment_sizes", segment_sizes), ("parents", parents)):
+        if given is not None:
+            raise ValueError(f"plan= stands for {name}: give one of them")
+    return {"rows": plan.segment_sizes, "parents": plan.parents, "plan": plan}
+
+
+def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
+    """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
+
+    Args:
+        sizes: as :meth:`seq1f1b.PipelineEngine.step` takes ``segment_sizes``.
+        parents: as it takes ``parents``; None: each segment follows the one before it.
+        num_parts: ranks that share the tokens of a segment.
+    """
+    if parents is not None and num_parts > 1:
+        raise ValueError("parents are not for ranks that share the tokens of a segment (sequence_parallel=)")
+    parts = _read_sizes(sizes, num_parts, may_share=parents is not None)
+    rows = [list(map(sum, row)) for row in parts]
+    if parents is None:
+        return rows, None
+    if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != len(rows):
+        raise ValueError(f"parents must be a list of {len(rows)}, for every micro-batch what each segment follows")
+    read = []
+    for m, (own, row) in enumerate(zip(parents, parts, strict=True)):
+        own = range(-1, len(row) - 1) if own is None else own
+        if isinstance(own, str) or not isinstance(own, Sequence) or len(own) != len(row):
+            raise ValueError(f"parents[{m}] must name one parent for each of its {len(row)} segments, got {own!r}")
+        for s, parent in enumerate(own):
+            check_int(f"parents[{m}][{s}]", parent, -1)
+        inner = next((s for s, part in enumerate(row) if len(part) > 1 and s in own), None)
+        if inner is not None:
+            raise ValueError(
+                f"segment_sizes[{m}][{inner}] is {list(row[inner])}, siblings in one unit, and segment "
+                f"{list(own).index(inner)} follows it: nothing can follow several leaves at once"
+            )
+        if len(row[0]) > 1:
+            raise ValueError(
+                f"segment_sizes[{m}][0] is {list(row[0])}: siblings follow a segment, and this is the first"
+            )
+        read.append(tuple(own))
+    return rows, Trees(tuple(read), tuple(map(tuple, parts)))
+
+
+def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[tuple[int, ...]]]:
+    """Tokens of the leaves in each segment of every micro-batch; one number where a segment is no list of siblings."""
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
+        raise TypeError("segment_sizes of a step must be a list: for every micro-batch the tokens of its segments")
+    found: list[list[tuple[int, ...]]] = []
+    for m, row in enumerate(sizes):
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            raise TypeError(f"segment_sizes[{m}] of a step must be a list of token counts, got {type(row).__name__}")
+        if not row:
+            raise ValueError(f"segment_sizes[{m}] is empty: every micro-batch has at least one segment")
+        found.append([])
+        for s, size in enumerate(row):
+            name, is_shared = f"segment_sizes[{m}][{s}]", isinstance(size, (list, tuple))
+            if is_shared and not may_share:
+                raise TypeError(f"{name} is {size}, siblings in one unit: they need parents=")
+            if is_shared and not size:
+                raise ValueError(f"{name} is an empty list: siblings in one unit are at least one leaf")
+            part = tuple(size) if is_shared else (size,)
+            for i, tokens in enumerate(part):
+                check_int(f"{name}[{i}]" if is_shared else name, tokens, 1)
+            if sum(part) > MOST_TOKENS:
+                raise ValueError(f"{name} is {sum(part)}, must be at most {MOST_TOKENS}")
+            if sum(part) % num_parts:
+                raise ValueError(
+                    f"{name} is {sum(part)}, which the {num_parts} ranks of sequence_parallel= do not divide"
+                )
+            found[-1].append(part)
+    return found
+
+
+def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
+    """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
+    planned, some = "None" if plan is None else plan.digest, rows or ()
+    long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
+    own = {
+        "segment_sizes": _shown(repr(None if rows is None else [list(row) for row in rows]), long),
+        "plan": (planned, planned),
+        "parents": _shown(str(trees), "trees of " + long),
+        "schedule": (order, f"order {order}"),
+    }
+    check_agreement(group.all_gather_object(own))
+
+
+def _shown(text: str, long: str) -> tuple[str, str]:
+    """A digest to compare, and the text that a message shows: other words where it would be long."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

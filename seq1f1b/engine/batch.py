@@ -1,0 +1,222 @@
+"""Arguments of a step: checked, and split for this rank's units once the length of the sequences is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.attention.packing import document_lengths
+from seq1f1b.documents.rows import PlannedRows, Rows, Trees, paths_of
+from seq1f1b.engine.gradients import StepGradients
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.splitting import (
+    Leaves,
+    check_equal_batches,
+    check_rules,
+    microbatches,
+    segment_sizes,
+    sequence_length,
+    split_kwargs,
+    split_sequence,
+)
+from seq1f1b.files import check_number
+from seq1f1b.nested import mapped
+from seq1f1b.partition import ModelShape
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """A caller's arguments of one step; :meth:`seq1f1b.PipelineEngine.step` says what they mean."""
+
+    training: bool
+    inputs: Any
+    target: Any
+    kwargs: Any
+    loss_weight: float | None = None
+    gradient_scale: float = 1.0
+    gradient_divisor: int = 1  # of what the step adds, after its last backward
+    loss_kwargs: Mapping[str, Any] | None = None
+    return_outputs: bool = False
+    rows: Rows | None = None
+    parents: Any = None  # as the caller gave them
+    trees: Trees | None = None  # what these rows' segments follow, once they are read
+    plan: PlannedRows | None = None
+    paths: Trees | None = None  # units are whole micro-batches, and run path by path
+    divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
+
+
+@dataclass
+class StepRead:
+    """Gathers what a step asks the device, for one read: the host waits in each until the device is there."""
+
+    asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = field(default_factory=list)
+
+    def ask(self, values: Sequence[Tensor | float], take: Callable[[list[list[float]]], None]) -> None:
+        """``take`` is told the elements of each, once they are read."""
+        self.asked.append((values, take))
+
+    def read(self) -> None:
+        """Reads what has been asked for. Tensors of subclasses, and of each device, are read apart."""
+        asked, self.asked = self.asked, []
+        flat: dict[torch.device, list[Tensor]] = {}
+        for value in (value for values, _ in asked for value in values):
+            if type(value) is Tensor:
+                flat.setdefault(value.device, []).append(value.detach().reshape(-1).double())
+        read = {device: iter(torch.cat(every).tolist()) for device, every in flat.items()}
+        for values, take in asked:
+            take([
+                list(islice(read[value.device], value.numel())) if type(value) is Tensor
+                else [float(element) for element in value.detach().reshape(-1)] if isinstance(value, Tensor)
+                else [float(value)]
+                for value in values
+            ])  # fmt: skip
+
+
+class Batch:
+    """The arguments of one step on this rank, from :meth:`split` on by cell: by the number of a segment over all
+    micro-batches.
+
+    Attributes:
+        length: tokens of the longest micro-batch; 0: this rank learns it from the first message.
+        rows: tokens of the segments of every micro-batch; before the split only where the step was given them.
+        sizes: the same as the executor takes them, alike for all micro-batches or in a row.
+        target: of the M micro-batches, where this rank has them.
+        inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of this
+            rank's stages, and targets.
+        siblings: see :attr:`seq1f1b.documents.rows.Trees.siblings`.
+        num_parts: by cell, leaves in it, in a step of trees.
+        paths: by cell, of units that run path by path.
+        documents: number in each micro-batch, where the step's plan says so.
+        has_documents: whether a micro-batch has several.
+        by_targets: whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's.
+        is_new: whether no step of this shape has run before: features look, measure and compare then.
+        gradients: those that the step adds, apart from what was there; leaves that no module holds are told to it.
+        read: takes what is to be asked of the device before the units.
+        seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
+    """
+
+    inputs: list[tuple[Any, ...]] | None = None
+    kwargs: list[dict[str, Any]] | None = None
+    targets: list[Any] | None = None
+    is_new = True
+    gradients: StepGradients | None = None
+
+    def __init__(self, arguments: StepArguments, options: Options, pipeline: Pipeline) -> None:
+        self.arguments, self._options, device = arguments, options, pipeline.device
+        self.training, self.seq_dim, self.arg_rules = arguments.training, options.seq_dim, options.arg_rules
+        self._rank, self._has_last = pipeline.rank, pipeline.has_last
+        self._takes_inputs = pipeline.has_first or options.embedding is not None
+        self._hands_on = (pipeline.has_first or pipeline.has_last) and pipeline.num_stages > 1
+        self._inputs, self.target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
+        if device.type != "cpu":  # the host waits for pinned memory alone, which a caller may write again
+            self._inputs, self.target, self._kwargs = (
+                mapped(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_pinned()))
+                for value in (self._inputs, self.target, self._kwargs)
+            )
+        self.leaves, self.read = Leaves(), StepRead()
+        is_asked = options.loss.weight == "targets" or arguments.rows is not None
+        self.by_targets = is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
+        self.rows: Rows = arguments.rows or ()
+        self.num_microbatches = len(self.rows) or options.num_microbatches
+        self.length, self.sizes = 0, [0] * options.num_segments
+        trees, whole, plan = arguments.trees, arguments.paths, arguments.plan
+        self.siblings = ((), ()) if trees is None else trees.siblings
+        self.num_parts = [] if trees is None else [len(part) for row in trees.parts for part in row]
+        self.paths = [] if whole is None else list(map(paths_of, whole.parents, whole.parts))
+        self.documents = [] if plan is None else [len(row) for row in plan.rows]
+        self.has_documents = any(count > 1 for count in self.documents)
+
+    def check(self) -> None:
+        """Raises where the arguments break a rule."""
+        options, target, training = self._options, self.target, self.arguments.training
+        if training and not torch.is_grad_enabled():
+            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
+        if self._has_last and training and (options.loss_fn is None or target is None):
+            missing = {"loss_fn of the engine": options.loss_fn, "target": target}
+            names = " and ".join(name for name, value in missing.items() if value is None)
+            raise ValueError(
+                f"{names} missing on rank {self._rank}, which holds the last stage: training needs both there"
+            )
+        if self._has_last and target is not None and options.loss_fn is None:
+            raise ValueError("target was given, but the engine has no loss_fn")
+        if self.arguments.loss_weight is not None:
+            check_number("loss_weight", self.arguments.loss_weight)
+        if self._kwargs:
+            is_split = all(len(row) == 1 for row in self.rows) if self.rows else options.num_segments == 1
+            check_rules(self._kwargs, options.arg_rules, is_split=is_split)
+        if self._has_last and target is not None:
+            self.target = self.leaves.replace(microbatches(target, self.num_microbatches, "target"))
+        if self._takes_inputs:
+            if self._inputs is None:
+                where = "the rank of the first stage"
+                where = where if options.embedding is None else "every rank: the embedding is spread"
+                raise ValueError(f"inputs are needed on {where}")
+            if isinstance(self._inputs, list):
+                self._inputs = microbatches(self._inputs, self.num_microbatches, "inputs")
+                if self._hands_on:
+                    check_equal_batches(self._inputs)
+            self._inputs = self.leaves.replace(self._inputs)
+            self.length = sequence_length(self._inputs, options.seq_dim)
+        if self.rows:  # every rank was given them
+            self.length = max(map(sum, self.rows))
+
+    def split(self, length: int) -> None:
+        """Cuts what this rank was given into segments, of micro-batches of so many tokens."""
+        options, self.length = self._options, length
+        dim, part = options.seq_dim, options.sequence_parallel
+        if self.rows:
+            self.sizes = [size for row in self.rows for size in row]
+        else:
+            is_packed = isinstance(options.segment_sizes, ModelShape) and options.arg_rules.get("doc_ids") == "slice"
+            documents = self._documents() if is_packed else None
+            self.sizes = segment_sizes(options.segment_sizes, length, options.num_segments, part[1], documents)
+            self.rows = (self.sizes,) * self.num_microbatches
+        if self._takes_inputs:
+            self.inputs = []
+            for m, given in enumerate(microbatches(self._inputs, self.num_microbatches, "inputs")):
+                given = given if isinstance(given, tuple) else (given,)
+                self.inputs += split_sequence(given, self.rows[m], dim, f"inputs of micro-batch {m}", part)
+        if self._kwargs or options.arg_rules:
+            trees, given = self.arguments.trees, self.leaves.replace(self._kwargs)
+            positions = None if trees is None else trees.positions
+            self.kwargs = _flat(split_kwargs(given, options.arg_rules, self.rows, dim, part, positions))
+        if self._has_last and self.target is not None:
+            self.targets = list(self.target)
+            if part[1] > 1 or any(len(row) > 1 for row in self.rows):
+                self.targets = _flat(
+                    split_sequence(target, self.rows[m], dim, f"target of micro-batch {m}", part)
+                    for m, target in enumerate(self.targets)
+                )
+
+    def _documents(self) -> tuple[int, ...] | None:
+        """Lengths of the packed documents of all rows; None: the step has none."""
+        kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
+        rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
+        return tuple(length for doc_ids in rows for length in document_lengths(doc_ids)) or None
+
+
+def _flat(nested: Any) -> list[Any]:
+    """By cell, what is by [micro-batch][segment]."""
+    return list(chain.from_iterable(nested))
+
+
+def merge(parts: list[Any], dim: int) -> Any:
+    """One output from those of segments or micro-batches; tensors in nested tuples and dicts are joined.
+
+    Scalars become a vector.
+    """
+    if isinstance(parts[0], (tuple, list)):
+        return tuple(merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
+    if isinstance(parts[0], dict):
+        return {key: merge([part[key] for part in parts], dim) for key in parts[0]}
+    if not isinstance(parts[0], Tensor) or len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)

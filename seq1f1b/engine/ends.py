@@ -1,0 +1,156 @@
+"""Sources of a stage's inputs, and sinks of its outputs: the step's arguments, and other stages.
+
+``loss.py`` has the end that makes the loss, ``vocabulary_step.py`` those of a vocabulary over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from seq1f1b.attention.unit import LiveUnit, as_message
+from seq1f1b.engine.parts import Received
+from seq1f1b.nested import mapped
+
+__all__: list[str] = []
+
+
+Spec: TypeAlias = "list[tuple[Any, ...]]"
+"""The shape, dtype, type, device and layout of each output of a unit."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Gives the units of a stage their inputs: here those that the step was given, by cell."""
+
+    given: Sequence[tuple[Any, ...]] = ()
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        """For F: the module's positional arguments."""
+        return self.given[unit.cell]
+
+    give_back: ClassVar[Any] = None
+    """Of a unit, after its backward: what crosses to another rank of the inputs' gradients; None: nobody wants them."""
+
+
+class FromStage(Source):
+    """The stage before.
+
+    Args:
+        previous: its step on the same rank, where tensors are handed over without a transfer; None: on another one.
+    """
+
+    def __init__(self, training: bool, previous: Any) -> None:
+        self._training, self._previous = training, previous
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        requires_grad: Sequence[bool] | None = None
+        if received is not None:
+            tensors, requires_grad = received[0]
+        else:
+            tensors = self._previous.units[unit.cell].take_handed()
+        leaves = []
+        for i, tensor in enumerate(tensors):
+            leaf = tensor.detach()
+            if self._training and (tensor.requires_grad if requires_grad is None else requires_grad[i]):
+                leaf.requires_grad_()
+            leaves.append(leaf)
+        unit.leaves = tuple(leaves)
+        return unit.leaves
+
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
+        gradients = unit.input_gradients()
+        if self._previous is None:
+            return gradients
+        unit.handed = gradients
+        return None
+
+
+class Sink:
+    """Takes the outputs of a stage's units in one step."""
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
+        raise NotImplementedError
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
+        raise NotImplementedError
+
+    end: Any = None
+    """Called with the unit at the end of F, outside of all that surrounds it; None: nothing is left to do."""
+
+
+@dataclass(eq=False)
+class ToStage(Sink):
+    """The stage behind.
+
+    Args:
+        step: this stage's.
+        following: the other one's on the same rank; None: on another one.
+    """
+
+    step: Any
+    following: Any
+    _specs: dict[int, Spec] = field(default_factory=dict)  # of outputs, by segment length
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        spec: Spec = [(o.shape, o.dtype, type(o), o.device, o.layout) for o in outputs if isinstance(o, Tensor)]
+        if len(spec) < len(outputs) or self._specs.get(self.step.lengths[unit.cell]) != spec:
+            self._check(outputs, spec, self.step.lengths[unit.cell])
+        outputs = tuple([as_message(o) for o in outputs])
+        if unit.kept is not None:
+            outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
+        elif unit.training:
+            # Only the edge is kept, so that the storage goes once the output is sent.
+            unit.roots = tuple([get_gradient_edge(o) if o.requires_grad else None for o in outputs])
+            unit.seeds = None
+        if unit.is_again:  # F has handed over the same
+            return None
+        if self.following is None:
+            return outputs
+        unit.handed = outputs
+        return None
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        if received is not None:  # hooks get tensors of their own, so that what they keep is seen
+            return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
+        handed: Sequence[Tensor | None] = self.following.units[unit.cell].take_handed()
+        return handed
+
+    def _check(self, outputs: tuple[Any, ...], spec: Spec, length: int) -> None:
+        """Raises unless outputs are strided tensors on the stage's device, alike for segments of one length."""
+        device, index = self.step.stage.device, self.step.stage.index
+        for o in outputs:
+            if not isinstance(o, Tensor):
+                raise TypeError(
+                    f"a stage must return a tensor or a tuple of tensors, stage {index} returned {type(o).__name__}"
+                )
+            if hasattr(o, "to_local"):
+                raise TypeError(f"stage {index} returned a DTensor; return its to_local() instead")
+            if o.device != device or o.layout != torch.strided:
+                raise ValueError(
+                    f"stage {index} returned a {o.layout} tensor on {o.device}; "
+                    f"its outputs must be strided tensors on {device}"
+                )
+        known = self._specs.setdefault(length, spec)
+        if [own[:2] for own in known] != [own[:2] for own in spec]:
+            raise ValueError(
+                f"stage {index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
+                f"{_spec_text(known)} for another of the same length in this step"
+            )
+
+
+def detached(output: Any) -> Any:
+    """A copy that nothing else reads: an output may alias its input's place."""
+    return mapped(output, lambda tensor: tensor.detach().clone())
+
+
+def _spec_text(spec: Spec) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype, *_ in spec)

@@ -1,0 +1,471 @@
+"""The pipeline engine: trains stages of torch modules under any checked order of units."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.above import above
+from seq1f1b.documents.rows import PlannedRows, rows_given
+from seq1f1b.engine.batch import StepArguments, merge
+from seq1f1b.engine.norms import clip, share_overflow, total_norm
+from seq1f1b.engine.options import (
+    Builder,
+    Limits,
+    Loss,
+    Memory,
+    Options,
+    agreement_of,
+    check_launch,
+    first_order,
+    modules_of,
+    order_of,
+)
+from seq1f1b.engine.order import plain_schedule
+from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
+from seq1f1b.engine.runner import Runner
+from seq1f1b.engine.splitting import Rule
+from seq1f1b.engine.vocabulary import join_shards
+from seq1f1b.partition import ModelShape
+from seq1f1b.placement import common_device
+from seq1f1b.plan import Plan, TunedOrder
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport import RankGroup, meeting_of, resolve_group
+from seq1f1b.transport.agreement import Agreement, Disagreement
+from seq1f1b.transport.group import OfOneProcess
+
+if TYPE_CHECKING:
+    from seq1f1b.checks.verify import Verification
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(OfOneProcess):
+    """Runs one rank's part of a pipeline-parallel training step.
+
+    Args:
+        stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. Their
+            parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
+            what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
+            ranks that hold the same stage, gradients are reduced once: in the last backward, or after the last W.
+            A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
+            a checkpoint has them. Stages that list the same name hold copies of one parameter: at a step's end all
+            copies get the sum of their gradients, and a norm counts it once. Copies are compared now and then, an
+            error names those that have come apart, and hooks for their gradients are refused. A stage may say by an
+            attribute ``pipeline_place``, (index, count), which of how many stages of a model it is, as those of
+            :func:`seq1f1b.split` and of ``pipeline_stage`` do: stages of another number or order are an error.
+        schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
+            builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
+            ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
+            serve steps of rows, too; ``num_segments`` is a sequence there. Or a :class:`seq1f1b.plan.Plan`, or a file
+            that it wrote: it stands for num_microbatches, num_segments and segment_sizes. A plan that needs something
+            which the engine does not do is refused by name. Or ``"tuned"``: the engine finds the order, num_segments
+            and the split of the sequence for plain steps while it trains, in some 40 steps, and again after ten whose
+            lengths differ by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them.
+            Gradients of a step are those of its batch under every order; bits are not, so nothing is tuned under
+            ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See
+            :meth:`found_order`.
+        num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
+            ``seq_dim``.
+        segment_sizes: None for an even split; the :class:`seq1f1b.ModelShape` of the whole model for equal FLOPs; k
+            token counts; or a mapping or a callable from the tokens of a sequence to its k token counts, if steps
+            differ in length. FLOPs are those of the packed documents if a step has a sliced keyword argument
+            ``doc_ids``; every rank needs it then.
+        seq_dim: the dimension of tokens.
+        arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
+            or a callable of the unit (``.microbatch .segment .offset .length``; the offset is a position along the path
+            in a tree).
+        loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
+            loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
+            a step, and over replicas under DDP or FSDP2; it suits every loss that is a mean of some kind, but takes
+            no :func:`seq1f1b.add_loss` and no ``Loss(scale_grads=False)``. A module that holds parameters is run
+            forward and backward at once, so that only one segment's logits are alive. A
+            :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
+        loss: how the losses of segments become that of a step, see :class:`seq1f1b.Loss`.
+        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
+            ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
+            that names the argument and the values.
+        transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
+            on CUDA devices the first way that proves itself at set-up: within a host copies between the GPUs, NCCL,
+            host memory; between hosts the last two. ``"copy"`` or ``"nccl"``: that one, whose failure is an error.
+            ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA stages go through host memory.
+            ``engine.edges`` says which one carries each edge, and why. No two GPUs have run any of these yet.
+        limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
+        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
+            FSDP2; None: in their own.
+        memory: what is recomputed, or moved to a file, so that a rank holds less, see :class:`seq1f1b.Memory`.
+        sequence_parallel: (rank, size) among ranks that hold the same stage and share every segment's tokens
+            (:func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of each segment.
+            The mean of their losses and gradients is that of the whole, as in data parallelism: put the stage under DDP
+            or FSDP2 over them.
+        attention: ``"own"``: attention of another kind than :func:`seq1f1b.causal_attention` is an error in a stage
+            that makes no call of ours, and a :class:`seq1f1b.SegmentWarning` in others. ``"any"``: a warning in every
+            stage. To find it, and what else mixes tokens, each stage gets a few tokens once more in the first step, as
+            one segment and as two. ``"unchecked"``: the first step is not looked at.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
+            embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
+    Source: Seq1F1B, arXiv:2406.03488.
+    """
+
+    _gpu_part = staticmethod(above)  # of tests: GPUs that are stand-ins
+    _needs_whole_model = True  # False: one stage of a model may run alone
+    _scaler: torch.amp.GradScaler | None = None  # of the last training step
+
+    if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Names what has the state of a rank, for the methods of modules that an engine lacks."""
+            state = ": seq1f1b.PipelineState(engine, optimizer) has the state of this rank's stages, for torch's DCP"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
+            raise AttributeError(text, name=name, obj=self)
+
+    def __init__(
+        self,
+        stage: nn.Module | Sequence[nn.Module],
+        *,
+        schedule: str | os.PathLike[str] | Schedule | Plan | TunedOrder | Callable[..., Schedule] = "seq1f1b",
+        num_microbatches: int | None = None,
+        num_segments: int = 1,
+        segment_sizes: ModelShape
+        | Sequence[int]
+        | Mapping[int, Sequence[int]]
+        | Callable[[int], Sequence[int]]
+        | None = None,
+        seq_dim: int = 1,
+        arg_rules: Mapping[str, Rule] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss: Loss = Loss(),
+        group: Any = None,
+        transport: str = "auto",
+        limits: Limits = Limits(),
+        grad_dtype: torch.dtype | None = torch.float32,
+        memory: Memory = Memory(),
+        sequence_parallel: tuple[int, int] = (0, 1),
+        attention: str = "own",
+        embedding: nn.Module | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
+        joined: RankGroup | None = None
+        meeting = meeting_of(group)
+        try:
+            source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
+            modules = modules_of(stage)
+            self._options = options = Options(**{**given, **counts, "arg_rules": arg_rules or {}})
+            self.num_microbatches = options.num_microbatches
+            self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
+            self.device = common_device(modules)
+            check_launch(group)
+            waits = {"timeout": limits.step, "arrival_timeout": limits.longest}
+            joined = self._group = resolve_group(group, transport, meeting=meeting, **waits)
+            joined.set_limits(limits.step)
+            self._join(modules, source)
+            self._leave = weakref.finalize(self, joined.leave)
+            self._leave.atexit = False
+        except BaseException as error:
+            # The other ranks may wait for this one, while all come, while edges open, or in their first step.
+            if joined is None and meeting is not None:
+                meeting.fail(error)
+            elif joined is not None and not isinstance(error, Disagreement):
+                joined.fail(f"{type(error).__name__}: {error}")
+            if joined is not None and joined is not group:
+                joined.close()
+            raise
+
+    # -- public ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        loss_weight: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
+    ) -> list[Tensor]:
+        """Forward and backward of one batch; adds to ``.grad``.
+
+        Args:
+            inputs: the whole batch, a tensor or a tuple (the first stage's positional arguments), or a list of M
+                micro-batches. Needed on the first stage's rank, ignored elsewhere.
+            target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
+            kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
+            loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
+                instead of by each micro-batch's and M. Gradients are then those of the mean over all of them; under DDP
+                or FSDP2 the division of their reduction is undone. The losses returned do not change.
+            grad_scaler: scales gradients, not the losses returned. Call its ``unscale_``, ``step`` and ``update`` as
+                always, on every rank. If gradients of one rank overflow, all ranks skip the optimizer's step.
+            segment_sizes: makes this a step of rows: for every micro-batch the tokens of its own segments, the same on
+                every rank. Lengths and numbers of segments may differ between micro-batches, and so may their number
+                from step to step; ``inputs``, ``target`` and sliced keyword arguments are lists of them, of one batch
+                size. The order is that of the engine's schedule, given by name or as a callable, for these counts.
+                Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
+                replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
+                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
+                micro-batch's targets. The losses returned are the mean of each; with ``Loss(reduction="sum")`` nothing
+                changes.
+            parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
+                micro-batch the segment that each of its segments follows, -1 for segment 0, a lower number than its own
+                for every other one; None for a micro-batch whose segments follow each other. A segment sees its path,
+                the segments from 0 to itself, as if nothing else were there; positions count along the path. Inputs and
+                targets lie in the order of the segments' numbers. A size that is a list, such as
+                ``[[1024, [256, 256]]]``, is so many leaves of one parent in one unit; its layers have no state
+                (:func:`seq1f1b.carry_in`), window or ALiBi. A token that several paths share is computed once: dropout
+                draws one mask of it for all of them, and an auxiliary loss (:func:`seq1f1b.add_loss`) counts it once.
+            plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
+                its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
+                Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
+        Returns:
+            M losses on the rank of the last stage, [] elsewhere; they have no graph, for the step has run the backward.
+            If ``loss_fn`` returns one value per token, (batch, tokens), its values for the M micro-batches, 0 in
+            segments without counted targets; the loss is then their sum over the number of counted targets.
+        Raises:
+            ValueError, TypeError: arguments that break a rule, on the rank that was given them.
+            PipelineError: another rank failed, was lost or made no progress.
+        """
+        given = StepArguments(True, inputs, target, kwargs, loss_weight)
+        if segment_sizes is not None or parents is not None or plan is not None:
+            given = replace(given, **rows_given(segment_sizes, parents, plan))
+        self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        if self._scaler is None:
+            return self._runner.run(given)[0]
+        self._scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
+        losses, _ = self._runner.run(replace(given, gradient_scale=self._scaler.get_scale()))
+        with self._group.telling():
+            share_overflow(self._pipeline)
+        return losses
+
+    def eval(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        return_outputs: bool = False,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
+    ) -> Any:
+        """Forward only, without gradients. Arguments as :meth:`step`; target may be left out.
+
+        Returns:
+            M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair of
+            them and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
+            ``segment_sizes`` or ``plan`` a list of the micro-batches' outputs.
+        """
+        given = StepArguments(False, inputs, target, kwargs, **rows_given(segment_sizes, parents, plan))
+        with torch.no_grad():
+            losses, outputs = self._runner.run(replace(given, return_outputs=return_outputs))
+            if not return_outputs:
+                return losses
+            return losses, outputs if outputs is None or given.rows is not None else merge(outputs, 0)
+
+    def verify(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        loss_weight: float | None = None,
+        dtype: torch.dtype | None = None,
+        show: bool = True,
+        model: nn.Module | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
+    ) -> Verification:
+        """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
+
+        The whole model is the stages in a chain, with one segment and one micro-batch at a time, or one path of a tree;
+        or ``model``, from which they were cut. Parameters, gradients, buffers, tensors and containers that are
+        attributes of modules, and random state are as before afterwards, in the model too. Hooks on parameters do not
+        run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
+
+        Args:
+            dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
+            show: prints the result on rank 0.
+            model: on rank 0 the whole model, and there the engine needs ``loss_fn``, too; other ranks give None or
+                the same, which they do not read. It runs on rank 0 in the training mode it is in, with the parameters
+                and buffers of all stages, found by name. Buffers that no checkpoint holds stay the model's own. So does
+                one that a step does not change, while all parameters are as in the model: it must be alike.
+        Raises:
+            ValueError: what is refused; or names or shapes of the model and the stages that do not agree, a model that
+                does not fit in the memory of rank 0, or that does not run; on every rank.
+        """
+        self._pipeline.check_idle()
+        given = StepArguments(True, inputs, target, kwargs, loss_weight, **rows_given(segment_sizes, parents, plan))
+        found: Verification = above("verify")(self._runner, given, dtype, model)
+        if show and self.rank == 0:
+            print(found)
+        return found
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank under their modules' own names, including those of a loss that holds the head.
+
+        A copy of a tied parameter has the name that stages list in ``tied_parameters``, that of the whole model, on
+        every rank: so an optimizer's groups by name are alike for all copies.
+        """
+        return self._pipeline.named_parameters()
+
+    def modules(self) -> list[nn.Module]:
+        """This rank's stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
+        return self._pipeline.bare_modules()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips by one norm over the gradients of all stages. Collective over the pipeline.
+
+        The arithmetic of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter, and the
+        norm of these in the model's order. So equal gradients give the same norm, and the same clipped gradients, bit
+        for bit, whatever the number of ranks. Two cases differ: norms of 16-bit gradients are taken in float32; where
+        ranks share a parameter (FSDP2, tensor parallelism), its norm is that of its DTensor, which depends on the
+        number of shards, though not on the number of stages.
+
+        Args:
+            norm_type: of the norm; ``math.inf`` or ``"inf"``: the largest absolute value.
+            error_if_nonfinite: whether a norm that is not finite is an error, on every rank; else it clips as well.
+        Returns:
+            The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
+            ValueError: the gradients are still scaled by the step's ``grad_scaler``.
+        """
+        with self._group.telling():
+            scaler = self._scaler
+            if scaler and all(state["stage"].name == "READY" for state in scaler._per_optimizer_states.values()):
+                raise ValueError(
+                    f"the gradients are still scaled by grad_scaler, by {scaler.get_scale():g}: call "
+                    "scaler.unscale_(optimizer) on every rank between engine.step and engine.clip_grad_norm_"
+                )
+            total = total_norm(self._pipeline, float(norm_type))
+        clip(self._pipeline, total, max_norm, float(norm_type), error_if_nonfinite)
+        return total
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
+
+        Args:
+            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them: what a peer sends is data.
+        Raises:
+            TypeError: the value is something else.
+        """
+        with self._group.telling():
+            return self._group.all_gather_object(value)
+
+    def whole_vocabulary(self) -> dict[str, Tensor]:
+        """The parameters of layers whose vocabulary is spread, whole, by name, on the last stage's rank. Collective.
+
+        Each once; empty on other ranks.
+        """
+        shards = [shard for shard in (self._options.embedding_shard, self._options.head) if shard is not None]
+        with self._group.telling():
+            return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
+
+    def fail(self, reason: str) -> None:
+        """Gives up in place of this rank's next step or eval, which ends on the other ranks with a PipelineError.
+
+        So a loop that goes on afterwards goes on with the batch behind that one, on all ranks. While an error that came
+        out of the engine is handled, as in an ``except``, this does nothing: the other ranks hear of it already.
+        """
+        self._pipeline.fail(reason)
+
+    def report(self, gather: bool = False) -> Any:
+        """Reports what the last step measured, beside what the plan says.
+
+        Args:
+            gather: collective: reports of all ranks, the makespan, and its simulation from measured durations.
+        Returns:
+            :class:`seq1f1b.report.report.Report`, or with ``gather`` a :class:`seq1f1b.report.report.PipelineReport`.
+        """
+        if not gather:
+            return self._runner.report()
+        with self._group.telling():
+            return self._runner.report(self._group.all_gather_object)
+
+    def found_order(self) -> TunedOrder:
+        """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
+
+        Raises:
+            RuntimeError: the engine is not tuned, or not yet.
+        """
+        if self._runner.tuner is None:
+            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
+        found: TunedOrder = self._runner.tuner.found()
+        return found
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order that plain steps run, which a tuned engine changes."""
+        return self._runner.schedule
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a micro-batch in plain steps, which a tuned engine changes."""
+        return self._runner.options.num_segments
+
+    def close(self) -> None:
+        """Leaves the pipeline's transports. The engine is unusable afterwards."""
+        self._leave.detach()
+        self._runner.orders.clear()
+        self._pipeline.close()
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _join(self, modules: list[nn.Module], source: Schedule | Builder) -> None:
+        """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
+        group, options = self._group, self._options
+        self.rank, self.num_ranks = group.rank, group.size
+        schedule = plain_schedule(source, self.num_ranks, len(modules), options, self.device)
+        own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
+        check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
+        agreement = Agreement(group, agreement_of(options, schedule, source, self.device), places, check)
+        if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
+            agreement.check()
+        pipeline = self._pipeline = Pipeline(
+            modules,
+            self.device,
+            options,
+            group,
+            schedule,
+            agreement,
+            self._gpu_part,
+        )
+        self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
+        self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
+        builder = None if isinstance(source, Schedule) else source
+        self._runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
+        pipeline.connect(pipeline.lower(schedule))
+        if not pipeline.is_between_gpus:
+            self._runner.order(training=True)
+        if not group.is_thread:
+            group.begin()
+        if pipeline.is_between_gpus:  # their proof is the first thing that the edges carry
+            pipeline.connect_gpus()
+            self._runner.order(training=True)
+        self.edges = pipeline.edges
+
+
+class LoneEngine(PipelineEngine):
+    """Runs a stage of a model without the others, to look at it or to time it."""
+
+    _needs_whole_model = False
+
+    def activations_of(self, stage: int) -> Any:
+        """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
+        return self._runner.activations.get(stage)

@@ -1,0 +1,136 @@
+"""Warnings of a model, a loss or targets that are likely wrong: causes and remedies, each told once.
+
+``checks/first_look.py`` hands over what it found in a stage's forward, ``checks/loss_look.py`` what it found in a loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from seq1f1b.nested import tensors_of
+
+__all__ = ["SegmentWarning"]
+
+ATTENTION = "attention not in segments"  # and none of ours
+STATE = "state across tokens"
+STATISTICS = "later tokens"
+RANDOMNESS = "randomness that differs"
+WEIGHTING = "loss weighting"
+COUPLING = "a loss of several tokens"
+DOCUMENTS = "documents that run into each other"
+
+_REMEDIES = {
+    ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
+    STATE: "use seq1f1b.positions, causal_attention, or carry_in and carry_out",
+    STATISTICS: "let a token depend on itself and on earlier ones: use norms over its own features, as LayerNorm and "
+    "RMSNorm, and nothing that depends on a segment's length",
+    RANDOMNESS: "use nn.Dropout, which draws a number for every token",
+    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
+    'or return a sum with Loss(reduction="sum")',
+    COUPLING: "give each sequence one segment (num_segments=1, or segment_sizes of the step), and siblings one each",
+    DOCUMENTS: "give the stage doc_ids, those of plan.doc_ids, and begin the state anew at each document, as "
+    "docs/how-to/documents.md shows",
+}
+
+
+class SegmentWarning(UserWarning):
+    """A stage does something that comes out otherwise in segments than over the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    cause: str
+    place: str  # stage and module
+    what: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.place} {self.what}; {_REMEDIES[self.cause]}"
+
+
+class Findings:
+    """Findings in one stage, for the life of an engine: each is told once.
+
+    Args:
+        attention: of the engine's options; ``"own"``: another kind is an error in a stage without ours.
+        tells: False: only collects.
+    """
+
+    def __init__(self, attention: str, *, tells: bool = True) -> None:
+        self.attention, self.tells = attention, tells
+        self.found: dict[Finding, None] = {}
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A word on the data: once in an engine's life, though its numbers may differ."""
+        if self.tells and (kind := text[:30]) not in self._said:
+            self._said.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def judge(self, found: Sequence[Finding]) -> None:
+        """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
+        foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
+        if foreign is not None and self.attention == "own":
+            raise ValueError(
+                f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
+                'that is meant, pass attention="any" to the engine'
+            )
+        new = [finding for finding in dict.fromkeys(found) if finding not in self.found]
+        self.found |= dict.fromkeys(new)
+        for finding in new if self.tells else ():
+            warnings.warn(f"{finding}. engine.verify compares with the whole model", SegmentWarning, stacklevel=3)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
+
+
+def sample_of(value: Any, dim: int) -> Any:
+    """Some elements of the first tensor of what ranks are given; None if it is nothing that can be compared.
+
+    Returns:
+        Its shape, whether it is one of tokens or targets and changes along them, and the elements.
+    """
+    given = next(iter(tensors_of(value)), None)
+    if given is None or given.is_meta:
+        return None
+    changes = not given.is_floating_point() and given.dim() > dim and not isinstance(value, dict)
+    if changes:
+        length = given.shape[dim] - 1
+        changes = bool((given.narrow(dim, 1, length) != given.narrow(dim, 0, length)).any())
+    elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # odd: in no step with the rows
+    return tuple(given.shape), changes, elements.tolist()
+
+
+def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Warns where ranks are given batches that do not belong together. Samples by rank and argument."""
+    for name in dict.fromkeys(name for theirs in samples for name in theirs):
+        given = [(rank, str(theirs[name])) for rank, theirs in enumerate(samples) if theirs.get(name) is not None]
+        unlike = [(rank, sample) for rank, sample in given if sample != given[0][1]]
+        if unlike and samples[unlike[0][0]][name][0] == samples[given[0][0]][name][0]:
+            warnings.warn(
+                f"ranks {given[0][0]} and {unlike[0][0]} are given {name} of different batches, so tokens of one may "
+                "train with targets of another: let the loaders of all ranks shuffle by one seed, or give None where a "
+                "rank needs none",
+                SegmentWarning,
+                stacklevel=3,
+            )
+
+
+def look_at_targets(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Warns where the targets are the tokens themselves. Samples by rank and argument."""
+    tokens, targets = (
+        next((own for each in samples if (own := each[n]) is not None), None) for n in ("inputs", "target")
+    )
+    if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
+        return
+    counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]
+    if len(counted) >= _FEWEST and all(a == b for a, b in counted) and len({b for _, b in counted}) > 1:
+        warnings.warn(
+            "the targets are the tokens themselves, so the model learns to copy: shift them with seq1f1b.shift_labels "
+            "before the step. If each token's own label is what it shall learn, ignore this",
+            stacklevel=3,
+        )

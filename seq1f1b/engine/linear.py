@@ -1,0 +1,99 @@
+"""Sums to the gradient of a weight: of a linear layer's product, and of an embedding's rows.
+
+Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it:
+three passes, two of them in float32 (``grad_dtype``). An embedding's table of 128,000 words and hidden 4096 takes 1 GB
+in 16 bits, mostly zeros. Here a sum is one pass, where the device has an op for that (``aten::addmm`` with a wider
+result is there on CUDA alone), and a table gets the rows of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.engine.gradients import REDUCED
+
+__all__: list[str] = []
+
+_BLOCK = 1 << 18  # elements of a temporary on the CPU, where a gradient is wider than its product: so it stays in cache
+_SPARSE = 4  # times as many rows as tokens: a smaller table is added whole
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is a strided, real tensor of torch's own type: what products and sums of rows here are written for."""
+    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_strided and not (tensor.is_complex() or tensor.is_nested)
+
+
+def are_one_call(device: torch.device) -> bool:
+    """Whether torch adds products of 16-bit operands to float32 in one call there, bfloat16 among them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
+    """Adds ``dy.t() @ x`` to the weight's gradient; False: only autograd can, and nothing has been done.
+
+    Args:
+        x: (tokens, inputs).
+        dy: (tokens, outputs).
+    """
+    if weight.grad is None and (weight.grad_dtype or weight.dtype) == dy.dtype:
+        weight.grad = dy.t() @ x
+        return True
+    gradient = _gradient_of(weight)
+    if gradient is None:
+        return False
+    dtype = gradient.dtype
+    if dtype == dy.dtype:
+        gradient.addmm_(dy.t(), x)
+    elif dtype == torch.float32 and dy.dtype in REDUCED and len(x) and are_one_call(dy.device):
+        torch.ops.aten.addmm.dtype_out(gradient, dy.t(), x, dtype, out=gradient)
+        torch.autograd.graph.increment_version(gradient)  # by which a step tells whether a gradient has been added to
+    else:
+        rows = max(1, _BLOCK // max(1, x.shape[1])) if dy.device.type == "cpu" else dy.shape[1]
+        for i in range(0, dy.shape[1], rows):
+            gradient[i : i + rows].add_(dy[:, i : i + rows].t() @ x)
+    return True
+
+
+def dense_rows(dy: Tensor, ids: Tensor, num_rows: int, padding: int) -> Tensor:
+    """The gradient of the whole table, in dy's dtype."""
+    gradient: Tensor = torch.ops.aten.embedding_dense_backward.default(dy, ids, num_rows, padding, False)
+    return gradient
+
+
+def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> bool:
+    """Adds the gradient of a table's rows to the table's; False: only autograd can, and nothing has been done.
+
+    Rows of equal tokens are summed first, in an order that the tokens alone decide, so equal inputs give equal bits.
+
+    Args:
+        ids: of any shape.
+        dy: (*ids' shape, hidden).
+        padding: the row that gets nothing; -1: there is none.
+    """
+    num_rows, gradient = len(weight), _gradient_of(weight) if ids.numel() else None
+    if gradient is None:
+        return False
+    if ids.numel() * _SPARSE > num_rows or torch.are_deterministic_algorithms_enabled():
+        gradient.add_(dense_rows(dy, ids, num_rows, padding))
+        return True
+    ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    in_order = ids.sort().values
+    numbers = torch.searchsorted(in_order, ids)  # where each token's id comes first: equal tokens have one number
+    if padding >= 0:
+        numbers = numbers.masked_fill(ids == padding, len(ids))
+    # One row more than tokens, for the padding's. Float32, for a sum of few of many is not to be rounded.
+    sums = dense_rows(dy.to(torch.promote_types(dy.dtype, torch.float32)), numbers, len(ids) + 1, len(ids))
+    # An id's sum stands where it comes first, zeros where it comes again: to count them would wait for the device.
+    gradient.index_add_(0, in_order, sums[:-1].to(gradient.dtype))
+    return True
+
+
+def _gradient_of(weight: nn.Parameter) -> Tensor | None:
+    """The weight's gradient, zeros where it had none; None: it is of a kind to which only autograd can add."""
+    if weight.grad is None:
+        weight.grad = torch.zeros(weight.shape, dtype=weight.grad_dtype or weight.dtype, device=weight.device)
+    return weight.grad if is_plain(weight.grad) else None

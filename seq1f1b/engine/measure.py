@@ -1,0 +1,213 @@
+"""Bytes that autograd keeps for a backward, measured while a forward runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.compiled import is_compiled
+from seq1f1b.engine.parts import Part, Received
+from seq1f1b.engine.replicas import Fsdp
+from seq1f1b.engine.stage import StageStep
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that the units of one stage held in a step: for each token, and at the peak of each kind.
+
+    Attributes:
+        saved: by graphs, from F to the end of B, or of I.
+        kept: of these, the inputs of layers that W reads, where the backward is split.
+        gradients: what else I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
+        head: by the graph of a head within the loss, which is gone at the end of its F.
+        peak_saved: most of ``saved``, of ``kept`` after I, and of ``head``, at once.
+    """
+
+    saved: float
+    kept: float
+    gradients: float
+    head: float
+    peak_saved: int
+    peak_gradients: int
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the storages that the graph built inside saves, each once; parameters and given tensors do not count.
+
+    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those. What
+    torch.func's transforms save is not counted.
+    """
+
+    is_partial = False  # True: some of it could not be counted
+
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+        super().__init__(self.pack, self.unpack)
+        known = [t for t in excluded if isinstance(t, Tensor)]
+        for module in modules:
+            known += [*module.parameters(), *module.buffers()]
+        self._seen = {address for t in known for address in storages_of(t)}
+        self.bytes = 0
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """Counts its storages. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
+        storages = storages_of(tensor)
+        self.is_partial |= not storages
+        self.bytes += sum(size for address, size in storages.items() if address not in self._seen)
+        self._seen |= storages.keys()
+        return tensor.detach()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Packs a tensor for the graph, and counts its bytes."""
+        return self.count(tensor), tensor._version
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor, for a backward. Under hooks torch does not look whether it has been changed in place."""
+        tensor, version = kept
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+            )
+        return tensor  # type: ignore[no-any-return]
+
+    def __enter__(self) -> None:
+        _replace_refusal(1)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _replace_refusal(-1)
+
+
+_refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+_num_counting, _lock = 0, threading.Lock()
+
+
+def _replace_refusal(more: int) -> None:
+    """While any thread counts, the function by which torch.func refuses hooks lets those of a counter through."""
+    global _num_counting
+    with _lock:
+        _num_counting += more
+        chosen: Any = _without_counter if _num_counting else _refuse_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = chosen
+
+
+@contextmanager
+def _without_counter(message: str) -> Iterator[None]:
+    """Takes the counter's hooks off while a transform runs, for the stage must train as it does without the counter."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    counter = getattr(top and top[0], "__self__", None)
+    with ExitStack() as around:
+        if isinstance(counter, SavedBytes):
+            counter.is_partial = True
+            counter.__exit__()
+            around.callback(counter.__enter__)
+        around.enter_context(_refuse_hooks(message))
+        yield
+
+
+def storages_of(tensor: Any) -> dict[int, int]:
+    """Bytes of each storage in which the tensor's values lie, by address; nothing if torch does not say.
+
+    A wrapper tensor (a DTensor, a quantized weight) has its values in tensors inside; a sparse one has no storage.
+    """
+    try:
+        if hasattr(tensor, "__tensor_flatten__"):
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            return {address: size for t in inner for address, size in storages_of(t).items()}
+        storage = tensor.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    except Exception:  # whatever it is: a step does not fail because it is measured
+        return {}
+
+
+class Measuring(Part):
+    """Measures units in the first step of a shape: the bytes that their graphs keep, and what I leaves to W."""
+
+    needs = "is_new"
+
+    def start(self, step: StageStep) -> bool:
+        stage = step.stage
+        self._modules = stage.modules
+        self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
+        self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
+        self._head = self._head_tokens = 0
+        self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
+        self._is_partial = False  # some of it could not be counted
+        if not step.arguments.training:
+            return False
+        # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
+        return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
+
+    @contextmanager
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
+        self._head_now = 0
+        saved = SavedBytes(self._modules, inputs) if unit.away is None else unit.away
+        with saved if unit.away is None else nullcontext():
+            yield
+        self._is_partial |= saved.is_partial
+        tokens = self._step.lengths[unit.cell]
+        if unit.kept is None:  # else R saves
+            unit.saved_bytes = saved.bytes
+            self._saved += saved.bytes
+            self._saved_tokens += tokens
+        if self._head_now:
+            self._head += self._head_now
+            self._head_tokens += tokens
+        self.note(self._head_now)
+
+    @contextmanager
+    def around_head(self, hidden: Tensor) -> Iterator[None]:
+        """Around the forward of a head that runs within F."""
+        saved = SavedBytes(self._modules, (hidden,))
+        with saved:
+            yield
+        self._head_now = saved.bytes
+        self._is_partial |= saved.is_partial
+
+    def after_backward(self, unit: LiveUnit, received: Received) -> None:
+        if unit.tape is None:
+            return
+        # What is in places of receivers does not count.
+        given = [*unit.leaves, *(received[0][0] if received is not None else ())]
+        places = {address for t in given if isinstance(t, Tensor) for address in storages_of(t)}
+        kept, gradients = unit.tape.held_bytes(places)
+        unit.kept_bytes = min(kept, unit.saved_bytes)  # what a recomputation made, F has not saved
+        unit.gradient_bytes = gradients + kept - unit.kept_bytes
+        self._kept += unit.kept_bytes
+        self._gradients += unit.gradient_bytes
+        self._kept_tokens += self._step.lengths[unit.cell]
+        pending = sum(other.gradient_bytes for other in self._step.units.values() if other.tape is not None)
+        self._peak_gradients = max(self._peak_gradients, pending)
+
+    def note(self, more: int = 0) -> None:
+        """Units hold more than before."""
+        live = more
+        for unit in self._step.units.values():
+            live += unit.saved_bytes - (0 if unit.away is None else unit.away.away_bytes)
+            live += unit.kept_bytes if unit.tape is not None else 0
+        self._peak_saved = max(self._peak_saved, live)
+
+    def figures(self) -> dict[str, Any]:
+        if not self._saved_tokens or self._is_partial:
+            return {}
+        tokens = max(1, self._kept_tokens)
+        return {
+            "activations": Activations(
+                saved=self._saved / self._saved_tokens,
+                kept=self._kept / tokens,
+                gradients=self._gradients / tokens,
+                head=self._head / max(1, self._head_tokens),
+                peak_saved=self._peak_saved,
+                peak_gradients=self._peak_gradients,
+            )
+        }

@@ -1,0 +1,271 @@
+"""Offload: what F of a unit has saved goes to a tier and comes back before its backward reads it.
+
+The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at A, begins to come back at L, and is back
+before the backward. The C core moves the bytes (``csrc/run/tier.h``): a thread of it to a file, or a GPU's copy engines
+to pinned host memory. There a wait holds up the stream that computes, and not the host: a tensor is dropped as soon as
+that stream is to wait for the copy, and what it was in serves only what is started there later. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.measure import SavedBytes, storages_of
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.parts import Part, Pass, Received
+from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.transport.group import OfOneProcess, holders
+
+__all__: list[str] = []
+
+_SMALLEST = 4096  # bytes of a storage that moves: the tier's blocks are as large
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class TierFacts(NamedTuple):
+    """What a tier is, "ext4" or "pinned memory", its room in bytes, and bytes and ns of the last step's moves."""
+
+    medium: str
+    is_memory: bool
+    room_bytes: int
+    bytes_out: int
+    bytes_in: int
+    ns_out: int
+    ns_in: int
+
+
+class Tier(OfOneProcess):
+    """The tier of one rank, around a handle of the core's.
+
+    Args:
+        device: whose tensors move.
+        alignment: bytes, of the memory into which they come back.
+        group: the handle of the rank's group, whose failures end a wait.
+    """
+
+    num_cells = 0  # of the step's order
+
+    def __init__(self, handle: object, device: torch.device, alignment: int, group: object) -> None:
+        self.handle: Any = handle
+        self.device, self.alignment, self._group = device, alignment, group
+
+    def open(self, gpu: object) -> None:
+        """Makes what a tier of a GPU needs, by the core's handle of it."""
+
+    def begin_step(self, num_cells: int, most_loads: int) -> None:
+        """Before the units of a step. Raises RuntimeError if the tier is of no use any more.
+
+        Args:
+            num_cells: of its order.
+            most_loads: units that are away at once.
+        """
+        self.num_cells = num_cells
+        _C.tier_begin_step(self.handle, most_loads)
+
+    def number(self, stage: int, cell: int) -> int:
+        """The unit's cell of all stages, by which the executor waits for it as well."""
+        return stage * self.num_cells + cell
+
+    def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
+        parts = (value for storage in storages for value in (storage.data_ptr(), storage.nbytes()))
+        _C.tier_move(self.handle, True, number, array("q", parts))
+
+    def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
+        _C.tier_move(self.handle, False, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
+
+    def wait(self, number: int) -> None:
+        _C.tier_wait(self.handle, self._group, number)
+
+    def step_facts(self) -> TierFacts | None:
+        """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
+        return None if self.handle is None else TierFacts(*_C.tier_facts(self.handle))
+
+    def close(self) -> None:
+        """Gives up its room, once the executors have, too."""
+        self.handle = None
+
+    def reset(self) -> None:
+        """Ends what is under way. Until then memory that was given to it must stay."""
+        _C.tier_reset(self.handle)
+
+
+def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
+    """A tier that is a file, for what stages on the CPU save.
+
+    Raises:
+        OSError: no file can be made, written and read in the directory.
+    """
+    handle = _C.file_tier(os.fspath(directory))
+    facts = TierFacts(*_C.tier_facts(handle))
+    if facts.is_memory:
+        warnings.warn(
+            f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
+            RuntimeWarning,
+            stacklevel=7,  # where the engine is made
+        )
+    return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group)
+
+
+class Offloading(Part):
+    """Moves what the units of a stage have saved to the rank's tier, and back: O, A and L."""
+
+    serves = "O"
+    _tier: Tier
+
+    def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
+        if tier is not None:
+            self._tier = tier
+
+    def start(self, step: StageStep) -> bool:
+        self._bytes = 0  # of all units, on their way out
+        return bool(step.order.moved)
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"O": self.move_out, "A": self.wait_until_out, "L": self.load}
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        if unit.cell not in self._step.order.moved:
+            return None
+        modules = self._step.stage.modules if self._step.measure is not None else ()
+        unit.away = Away(modules, inputs, self._tier.device)
+        return unit.away  # type: ignore[no-any-return]
+
+    def move_out(self, cell: int, received: Received) -> None:
+        """O(m.s): what F has saved begins to go to the tier."""
+        away: Away = self._step.units[cell].away
+        away.out(self._tier, self._number(cell))
+        self._bytes += away.moved_bytes
+
+    def wait_until_out(self, cell: int, received: Received) -> None:
+        """A(m.s): it has gone."""
+        self._step.units[cell].away.gone(self._tier, self._number(cell))
+
+    def load(self, cell: int, received: Received) -> None:
+        """L(m.s): there is room for it, and it begins to come back."""
+        self._step.units[cell].away.load(self._tier, self._number(cell))
+        if self._step.measure is not None:
+            self._step.measure.note()
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"moved_bytes": self._bytes}
+
+    def _number(self, cell: int) -> int:
+        return self._tier.number(self._step.stage.index, cell)
+
+
+class Saved:
+    """Stands for a tensor in a graph: holds the tensor, or where it lay in a storage that is away."""
+
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+        self.is_changed = False
+
+    def look(self) -> bool:
+        """Whether the tensor is as it was saved."""
+        self.is_changed |= self.tensor is not None and self.tensor._version != self._version
+        return not self.is_changed
+
+    def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
+        """The tensor lies in this storage now, as it lay in its own, behind so many bytes."""
+        itemsize = self._dtype.itemsize
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
+        self._version = self.tensor._version
+
+
+class Away(SavedBytes):
+    """Tensors that the graph of one unit saves, from F to its backward. As a context it collects them.
+
+    A storage moves once, however many tensors lie in it. It stays if it is small, if somebody else holds it, so that
+    memory would not fall (parameters, what F received, a state that it carried out, a cast that autocast keeps), or if
+    one of its tensors was changed in place after it was saved, which is an error only if the backward reads it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any], device: torch.device) -> None:
+        super().__init__(modules, excluded)  # for the count alone
+        self._device = device  # what lies elsewhere stays
+        self._saved: list[weakref.ref[Saved]] = []
+        self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
+        self.moved_bytes = 0
+        self.away_bytes = 0  # of these, that are in the tier alone
+
+    def pack(self, tensor: Tensor) -> Any:
+        is_strided = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+        is_here = tensor.device == self._device and bool(storages_of(tensor))
+        if not (is_strided and is_here) or tensor.is_conj() or tensor.is_neg():
+            return super().pack(tensor)
+        saved = Saved(self.count(tensor))
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, Saved):
+            return super().unpack(kept)
+        if not kept.look():
+            raise RuntimeError(
+                "a tensor that the stage's backward needs was changed in place after F had saved it: let the stage "
+                "work on a copy"
+            )
+        assert kept.tensor is not None, "read while it is away"
+        return kept.tensor
+
+    def out(self, tier: Tier, number: int) -> None:
+        """O: begins to send out what nobody else holds."""
+        by_storage: dict[int, list[Saved]] = {}
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and saved.tensor is not None:
+                by_storage.setdefault(saved.tensor.untyped_storage().data_ptr(), []).append(saved)
+        self._saved.clear()
+        storages = []
+        for own in by_storage.values():
+            assert own[0].tensor is not None
+            storage = own[0].tensor.untyped_storage()
+            if storage.nbytes() >= _SMALLEST and holders(storage) == len(own) and all(s.look() for s in own):
+                storages.append(storage)
+                self._moved.append((storage.nbytes(), own))
+        self.moved_bytes = sum(size for size, _ in self._moved)
+        tier.out(number, storages)
+
+    def gone(self, tier: Tier, number: int) -> None:
+        """A: waits until it is out, or lets what computes wait, and lets go of its memory."""
+        tier.wait(number)
+        self.away_bytes = self.moved_bytes
+        for _, own in self._moved:
+            for saved in own:
+                saved.look()
+                saved.tensor = None
+
+    def load(self, tier: Tier, number: int) -> None:
+        """L: asks for memory, and begins to bring it back."""
+        addresses = []
+        self.away_bytes = 0
+        for size, own in self._moved:
+            more = 2 * tier.alignment if tier.alignment > 1 else 0
+            room = torch.empty(size + more, dtype=torch.uint8, device=self._device)
+            skipped = -room.data_ptr() % tier.alignment
+            addresses.append(room.data_ptr() + skipped)
+            for saved in own:
+                saved.place(room.untyped_storage(), skipped)
+        tier.load(number, addresses, [size for size, _ in self._moved])
+
+    def back(self) -> None:
+        """Before the backward, which frees each tensor after its last use."""
+        self._moved.clear()

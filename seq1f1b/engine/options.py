@@ -1,0 +1,379 @@
+"""An engine's arguments: checked once, then the same in every step; and which of them all ranks must agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seq1f1b import __version__
+from seq1f1b.engine.splitting import Rule, Sizes, TokenPart, check_rules, segment_sizes
+from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
+from seq1f1b.files import check_int, check_number, check_part, nearest_name
+from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.plan import Plan, TunedOrder, load_plan
+from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
+from seq1f1b.transport.group import TRANSPORTS
+from seq1f1b.where import HOST, Offload
+
+__all__ = ["Limits", "Loss", "Memory"]
+
+Builder: TypeAlias = "Callable[..., Schedule]"
+"""Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How the losses of segments become that of a step. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
+
+    Args:
+        reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``: segments
+            are added.
+        weight: ``"targets"``: the loss is the mean over all counted targets of a step, of all its micro-batches, and of
+            all replicas under DDP or FSDP2. ``"microbatches"``, or None: the mean of the M micro-batches' means; None
+            tells once if these count different numbers. Counted are elements of the target, or of its first tensor,
+            that are not -100. Or a callable that counts the targets of a segment, for the mean of means.
+        scale_grads: True: gradients of the mean of the M losses; False: of their sum.
+    Raises:
+        ValueError, TypeError: a field is something else; names it.
+    """
+
+    reduction: str = "mean"
+    weight: str | Callable[[Any], float] | None = None
+    scale_grads: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"Loss.reduction is {self.reduction!r}, must be 'mean' or 'sum'")
+        if isinstance(self.weight, str) and self.weight not in ("targets", "microbatches"):
+            raise ValueError(f"Loss.weight is {self.weight!r}, must be 'targets', 'microbatches' or a callable")
+        if self.weight is not None and not isinstance(self.weight, str):
+            _check_callable("Loss.weight", self.weight)
+        _check_bool("Loss.scale_grads", self.scale_grads)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank waits for others. The argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
+
+    Args:
+        step: seconds that a peer may make no progress in a step.
+        first_step: the same in a step whose length is new, since a peer may compile for minutes; and until all ranks
+            have come to the engine's construction. The longer of both limits counts there.
+    Raises:
+        ValueError, TypeError: a limit is not a number of seconds above 0; names it.
+    """
+
+    step: float = 300.0
+    first_step: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_number("Limits.step", self.step)
+        check_number("Limits.first_step", self.first_step)
+
+    @cached_property
+    def longest(self) -> float:
+        """Seconds while a length is new."""
+        return max(self.step, self.first_step)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Ways in which a rank holds less. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
+
+    Args:
+        recompute: which units keep their stage's input alone, and run the stage again just before their backward:
+            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
+            itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
+            holds the head runs once.
+        check: whether the first step of a length compares what R computes with what F did, bit for bit. A stage that
+            does not do the same both times is an error there, and wrong gradients without it.
+        blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of them,
+            in 0..1 or a callable of a unit, that units compute again block by block within their backward. The list is
+            a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones are
+            computed again. Units of ``recompute`` run again whole.
+        offload: where what units save goes while other units run; it comes back before their backward reads it, and its
+            memory is free meanwhile. For stages on the CPU a directory on a fast disk, for a file without a name that
+            is gone with the process; each rank may have a directory of its own. For stages on a GPU
+            ``seq1f1b.HOST``, pinned host memory, which tests have run over a stand-in for the CUDA driver and no GPU
+            has. None: nothing moves.
+        units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
+            None: those that the schedule itself moves, by O, A and L, or all if it moves none. Units that are
+            recomputed stay.
+    Raises:
+        ValueError, TypeError: a field is something else, or ``units`` stands without ``offload``; names it.
+    """
+
+    recompute: str | Callable[[Unit], bool] = "none"
+    check: bool = False
+    blocks: tuple[str, float | Callable[[Unit], float]] | None = None
+    offload: Offload = None
+    units: str | Callable[[Unit], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_units("Memory.recompute", self.recompute)
+        _check_bool("Memory.check", self.check)
+        _check_blocks(self.blocks)
+        if self.offload is not None and self.offload is not HOST and not isinstance(self.offload, (str, os.PathLike)):
+            raise TypeError(f"Memory.offload must be a directory or seq1f1b.HOST, got {type(self.offload).__name__}")
+        if self.units is not None:
+            check_units("Memory.units", self.units)
+            if self.offload is None:
+                raise ValueError(
+                    "Memory.units says which units move; say where by offload=, a directory or seq1f1b.HOST"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what they mean.
+
+    The field of an option stands in the group it belongs to, or here. :func:`agreement_of` has those that all ranks
+    must be given alike.
+    """
+
+    num_microbatches: int
+    num_segments: int
+    segment_sizes: Sizes
+    seq_dim: int
+    arg_rules: Mapping[str, Rule]
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    loss: Loss
+    transport: str
+    limits: Limits
+    grad_dtype: torch.dtype | None
+    memory: Memory
+    sequence_parallel: TokenPart
+    attention: str
+    embedding: nn.Module | None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_microbatches", 1), ("num_segments", 1), ("seq_dim", 1)):
+            check_int(name, getattr(self, name), least)  # seq_dim: dimension 0 is the batch
+        for name, group in (("loss", Loss), ("limits", Limits), ("memory", Memory)):
+            value = getattr(self, name)
+            if not isinstance(value, group):
+                raise TypeError(f"{name} must be a seq1f1b.{group.__name__}, got {type(value).__name__}")
+        if self.loss_fn is not None:
+            _check_callable("loss_fn", self.loss_fn)
+        if self.embedding is not None and self.embedding_shard is None:
+            raise TypeError(f"embedding must be a VocabularyParallelEmbedding, got {type(self.embedding).__name__}")
+        dtype = self.grad_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
+        if self.attention not in ("own", "any", "unchecked"):
+            raise ValueError(f"attention is {self.attention!r}, must be 'own', 'any' or 'unchecked'")
+        if self.transport not in tuple(TRANSPORTS):
+            raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, TRANSPORTS))}")
+        check_rules({}, self.arg_rules)
+        check_part(self.sequence_parallel)
+        _check_sizes(self.segment_sizes, self.num_segments)
+
+    @cached_property
+    def count(self) -> Callable[[Any], float] | None:
+        """Counts the targets of a segment; None: as by default."""
+        return self.loss.weight if callable(self.loss.weight) else None
+
+    @cached_property
+    def head(self) -> VocabularyParallelHead | None:
+        """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
+        return shard_of(self.loss_fn, VocabularyParallelHead)
+
+    @cached_property
+    def embedding_shard(self) -> VocabularyParallelEmbedding | None:
+        """This rank's shard of the input embedding, where the vocabulary is spread over the ranks."""
+        return shard_of(self.embedding, VocabularyParallelEmbedding)
+
+    def sizes_of(self, length: int) -> list[int]:
+        """Segment sizes for a sequence of this many tokens, one document."""
+        return segment_sizes(self.segment_sizes, length, self.num_segments, self.sequence_parallel[1], None)
+
+    @property
+    def device_transport(self) -> str | None:
+        """The transport between GPUs that was asked for by name, if one was."""
+        return self.transport if TRANSPORTS[self.transport].between_gpus else None
+
+
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, must be True or False")
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+
+def _check_blocks(value: Any) -> None:
+    """Raises unless it names a list of blocks, and their share."""
+    if value is None:
+        return
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
+        raise TypeError(f"Memory.blocks is {value!r}, must be the name of a list of blocks and their share")
+    if not callable(value[1]):
+        check_share(value[1])
+
+
+def check_share(share: Any, whose: str = "") -> float:
+    """The share of the blocks that a unit computes again. Raises unless it is a number in 0..1."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
+    return float(share)
+
+
+def _check_sizes(sizes: Sizes, num_segments: int) -> None:
+    if isinstance(sizes, str):
+        raise ValueError(
+            f"segment_sizes is {sizes!r}; it must be None, a ModelShape or a list of token counts. For segments of "
+            "equal FLOPs give segment_sizes=ModelShape(...)"
+        )
+    if isinstance(sizes, ModelShape):
+        partition_sequence(num_segments, num_segments, model=sizes)  # raises unless the shape is sound
+    elif isinstance(sizes, Mapping):
+        for length, of_length in sizes.items():
+            if isinstance(of_length, str) or not isinstance(of_length, Sequence):
+                raise TypeError(f"segment_sizes[{length}] must be a list, got {type(of_length).__name__}")
+            _check_sizes(of_length, num_segments)
+            if sum(of_length) != length:
+                raise ValueError(f"segment_sizes[{length}] sum to {sum(of_length)}, must sum to {length}")
+    elif sizes is not None and not callable(sizes):
+        if not isinstance(sizes, Sequence):
+            raise TypeError(f"segment_sizes must be None, a ModelShape or a list, got {type(sizes).__name__}")
+        if len(sizes) != num_segments:
+            raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {num_segments}")
+        for s, size in enumerate(sizes):
+            check_int(f"segment_sizes[{s}]", size, 1)
+
+
+def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a rank, from what an engine was given as ``stage``."""
+    modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
+    for module in modules:
+        if not callable(module):
+            raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
+    return modules
+
+
+TUNED = "tuned"
+
+
+def first_order(*, stages_per_rank: int, **counts: Any) -> Schedule:
+    """The order with which a tuned engine begins."""
+    return build_schedule(first_family(stages_per_rank), stages_per_rank=stages_per_rank, **counts)
+
+
+def first_family(stages_per_rank: int) -> str:
+    """The name of the order with which a tuned engine begins."""
+    return "seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved"
+
+
+def is_plan(schedule: object) -> TypeGuard[Plan | TunedOrder | str | os.PathLike[str]]:
+    """Whether this is a plan, or what must be the file of one, since it is no name of a schedule."""
+    return isinstance(schedule, (Plan, TunedOrder, os.PathLike)) or (
+        isinstance(schedule, str) and schedule not in (TUNED, *schedules())
+    )
+
+
+def order_of(
+    schedule: str | os.PathLike[str] | Schedule | Plan | TunedOrder | Builder,
+    num_microbatches: int | None,
+    num_segments: int,
+    segment_sizes: Sizes,
+) -> tuple[Schedule | Builder, dict[str, Any]]:
+    """The order that an engine was given as ``schedule``, or what builds it; and the other three by name.
+
+    A plan brings these three.
+    """
+    if is_plan(schedule):
+        if isinstance(schedule, str) and not os.path.isfile(schedule):
+            near = nearest_name(schedule, (TUNED, *schedules()))
+            raise ValueError(f"there is no schedule named {schedule!r}, and no such file of a plan{near}")
+        if (num_microbatches, num_segments, segment_sizes) != (None, 1, None):
+            raise ValueError("a plan stands for num_microbatches, num_segments and segment_sizes: give none of them")
+        plan = schedule if isinstance(schedule, (Plan, TunedOrder)) else load_plan(schedule)
+        planned = plan.engine_arguments()
+        return planned.pop("schedule"), planned
+    if num_microbatches is None:
+        raise TypeError("PipelineEngine needs num_microbatches=, or a plan as schedule=")
+    if schedule == TUNED:
+        if isinstance(segment_sizes, Sequence) and not isinstance(segment_sizes, ModelShape):
+            raise ValueError(
+                f"schedule={TUNED!r} finds the number of segments: give segment_sizes=None, a ModelShape or a callable"
+            )
+        schedule = first_order
+    elif isinstance(schedule, str):
+        schedule = partial(build_schedule, schedule)
+    if not isinstance(schedule, Schedule) and not callable(schedule):
+        raise TypeError(
+            "schedule must be a name, a seq1f1b.Schedule, a plan or its file, or a callable that builds an order, got "
+            f"{type(schedule).__name__}"
+        )
+    return schedule, {
+        "num_microbatches": num_microbatches,
+        "num_segments": num_segments,
+        "segment_sizes": segment_sizes,
+    }
+
+
+def check_launch(group: Any) -> None:
+    """Raises where a launcher started several processes that would each train alone."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if group is None and world.isdigit() and int(world) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"WORLD_SIZE is {world}, but torch.distributed has no default process group, so every process would train "
+            'alone: call torch.distributed.init_process_group("gloo") first, or pass group= '
+            "(seq1f1b.LoopbackGroup(1)[0] to train in this process alone)"
+        )
+
+
+def agreement_of(
+    options: Options, schedule: Schedule, source: Schedule | Builder, device: torch.device
+) -> dict[str, tuple[str, str]]:
+    """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it.
+
+    Args:
+        device: of the stages: messages between GPUs need one on every rank.
+    """
+    loss, memory, sizes = options.loss, options.memory, options.segment_sizes
+    if sizes is not None and not isinstance(sizes, ModelShape) and not callable(sizes):
+        sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)
+    place = memory.offload if memory.offload is None or memory.offload is HOST else "a directory"
+    values: dict[str, Any] = {
+        "num_microbatches": options.num_microbatches,
+        "num_segments": options.num_segments,
+        "segment_sizes": sizes,
+        "seq_dim": options.seq_dim,
+        "Loss.reduction": loss.reduction,
+        "Loss.scale_grads": loss.scale_grads,
+        "transport": options.transport,
+        "Memory.recompute": memory.recompute,
+        "Memory.offload": place,  # each rank may have a directory of its own
+        "Memory.units": memory.units,
+        "sequence_parallel": options.sequence_parallel,
+        "weights": "fill" if schedule.fills else "planned",
+    }
+    head, embedding = options.head, options.embedding_shard
+    # What a callable says of each unit is part of the order.
+    found = {"version": __version__}
+    found |= {name: "a callable" if callable(value) else repr(value) for name, value in values.items()}
+    found |= {
+        "loss_fn": "no VocabularyParallelHead" if head is None else head.settings,
+        "embedding": "no VocabularyParallelEmbedding" if embedding is None else embedding.settings,
+        "prefetch": schedule._places_text,
+    }
+    if isinstance(source, partial) and source.func is build_schedule and source.args:
+        shown = repr(source.args[0])
+    else:
+        shown = "a Schedule" if isinstance(source, Schedule) else "a callable"
+    shown_device = "cuda" if device.type == "cuda" else 'cpu (which transport="shm" or "c10d" joins with GPUs)'
+    compares_devices = options.transport == "auto" or options.device_transport is not None
+    return {name: (text, text) for name, text in found.items()} | {
+        "schedule": (schedule.digest, f"{shown} (order {schedule.digest})"),
+        "the device of the stages": (device.type if compares_devices else "", shown_device),
+    }

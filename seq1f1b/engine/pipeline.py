@@ -1,0 +1,303 @@
+"""One rank's place in a pipeline: its stages' modules, and what all orders of units share.
+
+Modules may say which of how many stages of a model they are: a pipeline has all of them, each once, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from seq1f1b import _C, where
+from seq1f1b.above import above
+from seq1f1b.engine.offload import Tier, file_tier
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.replicas import check_parts, without_wrapper
+from seq1f1b.engine.ties import TiedParameters
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport import DTYPES, RankGroup
+from seq1f1b.transport.agreement import Agreement, Disagreement
+from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.transport.values import sendable
+from seq1f1b.unit import ProgramEdge, edges_of
+
+__all__: list[str] = []
+
+_CHANNELS = (  # what edges carry
+    "activations",
+    "gradients",
+    "the hidden state",
+    "statistics",
+    "gradients of the hidden state",
+    "embedded tokens",
+    "gradients of embedded tokens",
+)
+_DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+@sendable
+@dataclass(frozen=True)
+class EdgeReport:
+    """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
+
+    Attributes:
+        peer_rank: the rank at the other end.
+        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
+            GPUs "copy", "nccl", or "host" (host memory, over one of the others).
+        rate: between GPUs: bytes per second of the message of the proof at set-up; else 0.
+        why: between GPUs: why this transport, in words.
+    """
+
+    source_stage: int
+    destination_stage: int
+    peer_rank: int
+    transport: str
+    rate: float = 0.0
+    why: str = ""
+
+
+class Pipeline(OfOneProcess):
+    """This rank's place in a pipeline, the same for every order: its modules, its edges, its tier, its tied copies.
+
+    Args:
+        modules: of this rank's stages, in ascending order.
+        schedule: says which rank holds which stage.
+        agreement: of what all ranks were given.
+    Attributes:
+        modules: by stage.
+        edges: of this rank, once they are open.
+        gpu: the core's handle of the GPU on which the stages lie, once edges are open; None: they lie on the CPU.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        options: Options,
+        group: RankGroup,
+        schedule: Schedule,
+        agreement: Agreement,
+        gpu_part: Callable[[str], Any] = above,
+    ) -> None:
+        self.group, self.device, self.options, self.agreement = group, device, options, agreement
+        self.rank, self.num_ranks = group.rank, group.size
+        self.num_stages, self.rank_of_stage = schedule.num_stages, schedule.rank_of_stage
+        stages = [i for i, rank in enumerate(self.rank_of_stage) if rank == self.rank]
+        if len(stages) != len(modules):
+            raise ValueError(
+                f"rank {self.rank} holds stages {stages} in this schedule, {len(modules)} modules were given"
+            )
+        self.modules = dict(zip(stages, modules, strict=True))
+        self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
+        for shard in (options.head, options.embedding_shard):
+            if shard is not None:
+                shard.check_place(self.rank, self.num_ranks)
+        for place, module in self.placed_modules():
+            check_parts(place, module)
+        self._gpu_part = gpu_part
+        self.tier = self._make_tier()
+        self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
+        self.edges: tuple[EdgeReport, ...] = ()
+        self.device_edges: Any = None  # those between GPUs
+        self.gpu: Any = None
+        self._device_transport = options.device_transport
+        if options.transport == "auto" and gpu_part("edges").serve(device, group):
+            self._device_transport = "auto"
+        self._is_receiver: dict[Edge, bool] = {}
+        self._ends: dict[Edge, Any] = {}
+        self._closed = self._running = False
+
+    def placed_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
+        stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
+        options = self.options
+        modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
+        if options.embedding is not None:
+            modules.insert(0, ("the embedding", options.embedding))
+        if (self.has_last or options.head is not None) and isinstance(options.loss_fn, nn.Module):
+            modules.append(("the loss", options.loss_fn))
+        return modules
+
+    def bare_modules(self) -> list[nn.Module]:
+        """Modules of this rank without what wraps them, in the order of :meth:`placed_modules`."""
+        return [without_wrapper(module) for _, module in self.placed_modules()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank, each once, under their modules' own names; copies of tied ones have one name."""
+        seen: set[int] = set()
+        tied = self.tied.names()
+        for module in self.bare_modules():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield tied.get(id(parameter), name), parameter
+
+    def _make_tier(self) -> Tier | None:
+        place = self.options.memory.offload
+        if place is None:
+            return None
+        if place is where.HOST:
+            host_tier: Any = self._gpu_part("host tier")
+            host_tier.check(self.device)
+            tier: Tier = host_tier(self.device, self.group)
+            return tier
+        where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
+        return file_tier(place, self.group.group)
+
+    @property
+    def is_between_gpus(self) -> bool:
+        """Whether messages of this pipeline go over edges between GPUs."""
+        return self._device_transport is not None
+
+    def lower(self, schedule: Schedule) -> Any:
+        """The program of an order, as ranks with these edges run it."""
+        return schedule._lower_for(self.is_between_gpus, self.rank)
+
+    def connect(self, program: Any) -> None:
+        """Opens every edge of the program; all ranks in the same order."""
+        for found in edges_of(program):
+            if self.rank in (found.source_rank, found.destination_rank):
+                edge, receiver = _edge_of(found), self.rank == found.destination_rank
+                text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
+                peer = found.source_rank if receiver else found.destination_rank
+                self._is_receiver[edge] = receiver
+                self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
+        self.edges = tuple(self._edge_reports())
+        if self.device.type == "cuda" and not self.is_between_gpus:
+            self._take_gpu(_C.device_create(None, self.device.index))
+
+    def _take_gpu(self, gpu: Any) -> None:
+        self.gpu = gpu
+        if self.tier is not None:
+            self.tier.open(gpu)
+
+    def connect_gpus(self) -> None:
+        """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
+        self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
+        self._ends = self.device_edges.open(self._ends, self._is_receiver)
+        self._take_gpu(self.device_edges.gpu)
+        self.edges = tuple(self._edge_reports())
+
+    def _edge_reports(self) -> Iterator[EdgeReport]:
+        chosen = {} if self.device_edges is None else self.device_edges.chosen
+        for edge in self._ends:
+            peer, found = self.group.peer_of(edge), chosen.get(edge)
+            if found is None:
+                yield EdgeReport(edge.source, edge.destination, peer, self.group.transport_to(peer))
+            else:
+                yield EdgeReport(edge.source, edge.destination, peer, *found)
+
+    def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
+        """Makes the executor that walks a program over the open edges.
+
+        Args:
+            cache: of keys and values.
+            fills: whether W runs in waits.
+        """
+        ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
+        group, tier = self.group.group, None if self.tier is None else self.tier.handle
+        order = program, self.rank, group, cache, ends, self.group.is_thread
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, tier)
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """Raises if the pipeline is closed, or inside a step."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._running:
+            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around a step: there is one at a time."""
+        if self._closed or self._running:
+            self.check_idle()
+        self._running, self.thread = True, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def fail(self, reason: str) -> None:
+        """Ends what the other ranks do or wait for, in place of this rank's next step; see PipelineEngine.fail."""
+        if self._closed or has_been_told(sys.exc_info()[1]):
+            return
+        if self._running:
+            self.group.fail(reason)
+        else:
+            self.group.give_up(reason)
+
+    def close(self) -> None:
+        """Leaves the transports, once nobody holds an executor."""
+        self._closed = True
+        self._ends.clear()
+        if self.device_edges is not None:
+            self.device_edges.close()  # before the tier: it finds out whether the GPU can free anything
+        if self.tier is not None:
+            self.tier.close()
+        self.group.close()
+
+
+def _edge_of(found: ProgramEdge) -> Edge:
+    return Edge(found.source_stage, found.destination_stage, found.channel)
+
+
+# -- which stages of a model a pipeline has ----------------------------------------------------------------------------
+
+Place: TypeAlias = "tuple[int, int, int]"
+"""A stage of the pipeline, and what its module says: the index of the model's stage, and their number."""
+
+
+def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
+    """The places that the modules of some stages name by their attribute ``pipeline_place``, (index, count).
+
+    A module may be wrapped, as by DDP, or hold several stages of the model, one after the other.
+
+    Raises:
+        ValueError: the attribute is something else.
+    """
+    return [(stage, *place) for stage, module in stages for place in _places(module)]
+
+
+def _places(module: Any) -> Iterator[tuple[int, int]]:
+    place = getattr(module, "pipeline_place", None)
+    if place is not None:
+        is_pair = isinstance(place, tuple) and len(place) == 2 and all(type(number) is int for number in place)
+        if not is_pair or not 0 <= place[0] < place[1]:
+            raise ValueError(
+                f"pipeline_place of {type(module).__name__} is {place!r}, must be (index, count): which of how many "
+                "stages of a model it is"
+            )
+        yield place
+    elif isinstance(module, nn.Module):
+        for child in module.children():
+            yield from _places(child)
+
+
+def check_places(everyones: Sequence[Sequence[Place]], rank_of_stage: Sequence[int]) -> None:
+    """Raises :class:`Disagreement` unless the stages that say what they are make one whole model, in order.
+
+    Args:
+        everyones: of each rank, :func:`places_of` its stages.
+        rank_of_stage: of the pipeline.
+    """
+    found = sorted((place for theirs in everyones for place in theirs), key=lambda place: place[0])
+    wanted = [(index, found[0][2]) for index in range(found[0][2])] if found else []
+    if [(index, count) for _, index, count in found] == wanted:
+        return
+    given = ", ".join(f"stage {index} of {count} as stage {s} on rank {rank_of_stage[s]}" for s, index, count in found)
+    count = len(rank_of_stage)
+    raise Disagreement(
+        f"the pipeline has {count} stage{'s' * (count > 1)}, and was given {given}: it needs all stages of one model, "
+        f"each once and in order. Cut the model into {count}, and give each rank its own (the order of a rank's stages "
+        "is that of engine.schedule.rank_of_stage)"
+    )

@@ -1,0 +1,243 @@
+"""Recomputation: what F of a unit leaves to its R, and how R comes to what F would have saved. Or of blocks alone.
+
+F runs without a graph. R runs the stage once more from the same input, under the same unit, with the same random
+numbers. The order says which units have an R (``csrc/core/unit.h``); nothing here decides.
+
+Between a unit that keeps all and one that is recomputed whole lies a share of the blocks, each of which saves its input
+alone. It needs no unit of its own in the order, since every block is computed again just before its own backward.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from seq1f1b.attention.unit import LiveUnit, current, enter
+from seq1f1b.engine.compiled import is_compiled_whole
+from seq1f1b.engine.model_state import generator_states, set_generator_states
+from seq1f1b.engine.options import Options, check_share
+from seq1f1b.engine.parts import Part, Pass, Received
+from seq1f1b.engine.replicas import without_wrapper
+from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.nested import digest, tensors_of
+from seq1f1b.schedule import Unit
+
+__all__: list[str] = []
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+_generators = threading.RLock()  # torch's default ones belong to the whole process
+
+
+class Recomputing(Part):
+    """Runs a stage again for the units whose F is to keep its arguments alone: F without a graph, and R."""
+
+    serves = "R"
+
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        self._checks, self._device = options.memory.check, stage.device
+
+    def start(self, step: StageStep) -> bool:
+        self._compares = self._checks and step.arguments.is_new  # whether R has to compute what F did, bit for bit
+        trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
+        self._trains = not isinstance(step.stage.module, nn.Module) or any(trained)
+        return bool(step.order.recomputed)
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"R": self.recompute}
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        if unit.is_again or unit.cell not in self._step.order.recomputed:
+            return None
+        unit.kept = Kept(inputs, self._step.kwargs_of(unit), self._device, self._trains)
+        return unit.kept.first()  # type: ignore[no-any-return]
+
+    def returned(self, unit: LiveUnit, output: Any) -> None:
+        if not self._compares or (unit.kept is None and not unit.is_again):
+            return
+        found = digest([*tensors_of(output), *(unit.carried_out or {}).values()])
+        if not unit.is_again:
+            unit.digest = found
+        elif found != unit.digest:
+            raise RuntimeError(
+                f"stage {unit.stage} has computed something else in R{unit.microbatch}.{unit.segment} than in "
+                "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
+                "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
+                "unit out of Memory.recompute"
+            )
+
+    def recompute(self, cell: int, received: Received) -> None:
+        """R(m.s): what F would have saved, from what it kept. The loss and the outputs are F's."""
+        unit = self._step.units[cell]
+        kept, unit.kept = unit.kept, None
+        left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
+        unit.auxiliary = None
+        unit.is_again = True
+        enter(unit)
+        with kept.again():
+            self._step.run(unit, kept.inputs)
+        unit.is_again = False
+        again: dict[int, Tensor] = unit.carried_out or {}
+        if left.keys() != again.keys():
+            raise RuntimeError(
+                f"stage {unit.stage} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
+                "a stage that is recomputed must do the same both times"
+            )
+
+
+class Kept:
+    """State that F leaves to its R: the arguments of the stage, and the state of the random number generators.
+
+    Args:
+        trains: whether the stage has parameters that require grad.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, trains: bool) -> None:
+        self.inputs = inputs
+        self._kwargs, self._device, self._trains = kwargs, device, trains
+        self._random = generator_states(device)
+        self._read: list[tuple[Tensor, int]] = []  # what F has been given, with its version
+        for value in (*inputs, *kwargs.values()):
+            self.note(value)
+
+    def note(self, value: Any) -> None:
+        """F reads this, and R will."""
+        if isinstance(value, Tensor):
+            self._read.append((value, value._version))
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around F: no graph.
+
+        Nor autocast's cache: in torch without the fix of pytorch#158232, R would find a weight cast here, without a
+        graph, and the weight's gradient would be lost.
+        """
+        kind = self._device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        without_cache = nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype, cache_enabled=False)
+        with torch.no_grad(), without_cache:
+            yield
+        if any(tensor._version != version for tensor, version in self._read):
+            raise RuntimeError(
+                "the stage has changed its input, or a state that it carried in, in place. A recomputed unit starts "
+                "from them once more: let it work on a copy, or leave the unit out of Memory.recompute"
+            )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around R: the random numbers of F, and then those that would have come."""
+        before = generator_states(self._device)
+        set_generator_states(self._device, self._random)
+        try:
+            yield
+        finally:
+            set_generator_states(self._device, before)
+
+    def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
+        """Marks the output of F as one for which a gradient may come back: that is known only once R has run."""
+        if not (output.is_floating_point() or output.is_complex()):
+            return output
+        given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())
+        may = self._trains or any(isinstance(t, Tensor) and t.requires_grad for t in given)
+        return output.detach().requires_grad_(may)
+
+
+def one_at_a_time(run: _Run) -> _Run:
+    """For ranks that are threads: no other thread draws random numbers between F's, or between R's."""
+
+    def alone(*arguments: Any) -> Any:
+        with _generators:
+            return run(*arguments)
+
+    return alone  # type: ignore[return-value]
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class BlockRecomputing(Part):
+    """Lets units compute some blocks of a stage again, each just before its own backward: of the list that
+    ``Memory.blocks`` names, the first ones, by its share of them, rounded up.
+
+    Raises:
+        ValueError: the stage has no such list, or a block is compiled.
+    """
+
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        self.is_idle = options.memory.blocks is None
+        if options.memory.blocks is None:
+            return
+        module: Any = without_wrapper(stage.module)  # type: ignore[arg-type]
+        self.index, (name, self.share) = stage.index, options.memory.blocks
+        try:
+            found = module.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(
+                f"Memory.blocks: stage {self.index} has no list of blocks named {name!r}: {error}"
+            ) from None
+        if not isinstance(found, _LISTS):
+            raise ValueError(
+                f"Memory.blocks: {name!r} of stage {self.index} is a {type(found).__name__}, must be a ModuleList, a "
+                "ModuleDict or a Sequential"
+            )
+        self.modules: Sequence[nn.Module] = [*found.children()]
+        path = name.split(".")
+        around = [".".join(path[:n]) for n in range(len(path))]
+        for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
+            if is_compiled_whole(module.get_submodule(where)):
+                raise ValueError(
+                    f"Memory.blocks: {where or 'the module'} of stage {self.index} is compiled, so its blocks cannot "
+                    "be computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"
+                )
+
+    def start(self, step: StageStep) -> bool:
+        self._count = 0  # in all units
+        return bool(self.modules) and step.arguments.training
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
+        """Says how many blocks the unit's backward computes again."""
+        share, m, s = self.share, unit.microbatch, unit.segment
+        if unit.cell in self._step.order.recomputed:
+            return
+        if callable(share):
+            share = check_share(share(Unit("F", self.index, m, s)), f"of F{m}.{s}")
+        unit.blocks_again = math.ceil(share * len(self.modules))
+        self._count += unit.blocks_again
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"blocks_again": self._count}
+
+    @contextmanager
+    def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
+        """Within, a block looks at the running unit to see whether its backward computes it again."""
+        for at, block in enumerate(self.modules):
+            block.__dict__["forward"] = _Forward(block.forward, at)
+        try:
+            yield
+        finally:
+            for block in self.modules:
+                forward = block.__dict__.pop("forward", None)
+                own = forward.own if isinstance(forward, _Forward) else forward
+                if own is not None and getattr(own, "__func__", None) is not type(block).forward:
+                    block.__dict__["forward"] = own  # the instance had one of its own
+
+
+class _Forward:
+    """In place of a block's own forward, while a training step runs."""
+
+    def __init__(self, own: Callable[..., Any], at: int) -> None:
+        self.own, self._at = own, at
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        unit = current()
+        if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
+            return self.own(*arguments, **named)
+        return checkpoint(self.own, *arguments, use_reentrant=False, **named)

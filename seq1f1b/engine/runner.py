@@ -1,0 +1,407 @@
+"""Runs steps over this rank's stages: what comes before the units, around them and after them."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.above import above
+from seq1f1b.attention.causal import inside_step
+from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
+from seq1f1b.engine.batch import Batch, StepArguments
+from seq1f1b.engine.documents import AskingForDocuments
+from seq1f1b.engine.explain import explained, unit_text
+from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
+from seq1f1b.engine.measure import Activations, Measuring
+from seq1f1b.engine.offload import Offloading
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
+from seq1f1b.engine.parts import Constants, Part
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
+from seq1f1b.engine.replicas import data_parallel
+from seq1f1b.engine.split_backward import WeightGradients
+from seq1f1b.engine.splitting import sequence_length
+from seq1f1b.engine.stage import Stage
+from seq1f1b.engine.step import Step, StepRecord
+from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport.agreement import Disagreement
+
+__all__: list[str] = []
+
+# What an engine may do around the units of a stage. A new feature is a file, and a line here.
+FEATURES: tuple[type[Part], ...] = (
+    Constants,
+    WeightGradients,
+    AskingForDocuments,
+    BlockRecomputing,
+    Recomputing,
+    Offloading,
+    above("first look"),
+    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+)
+
+MOST_ORDERS = 16  # kept with their programs
+
+
+class Runner:
+    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, those of the whole model.
+
+    Args:
+        schedule: of plain training steps, complete.
+        build: makes the order of a step of rows, from num_ranks, num_microbatches, num_segments (one for each
+            micro-batch) and stages_per_rank; None: only a plan brings one.
+        is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
+        is_whole: units are whole micro-batches, as outside a step.
+        tells: whether what is found wrong is told, not only collected.
+    Attributes:
+        build: as given.
+        divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
+        last_step: what the last step measured.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        options: Options,
+        schedule: Schedule,
+        build: Callable[..., Schedule] | None = None,
+        *,
+        is_tuned: bool = False,
+        is_whole: bool = False,
+        tells: bool = True,
+    ) -> None:
+        self.pipeline = pipeline
+        self.setting = Setting(schedule, options)
+        self.cache = _C.kv_cache_create()
+        self.stages = {
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
+            for index in pipeline.modules
+        }
+        self.orders: dict[Hashable, RankOrder] = {}  # by what makes them; the one that was used last at the end
+        self.build = build
+        can_divide = options.head is None and options.loss.reduction == "mean"
+        self.divides = self._untold = None if can_divide else False
+        self.last_step: StepRecord | None = None
+        self._known_shapes: set[tuple[bool, int, int]] = set()
+        self.activations: dict[int, Activations] = {}  # by stage, where they were measured
+        self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
+        self._has_had_rows, self._epoch = False, 0  # the group's
+        self._executor: Any = None  # of the units that run
+        self._bare = pipeline.bare_modules()
+        self._unreduced = [module for _, module in pipeline.placed_modules() if data_parallel(module) is None]
+        self._is_measured = False  # whether the last step was a plain training step
+        self.tuner: Any = None
+        if not is_tuned:
+            return
+        if any(stage.wrappers for stage in self.stages.values()):
+            raise ValueError(
+                'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
+                "tune the stages alone, write engine.found_order() to a file, and give that as schedule"
+            )
+        self._check_clock()
+        count, group = len(self.stages), pipeline.group
+        self.tuner = above("tuner")(self.setting, count, group=group, device=pipeline.device, report=self.report)
+
+    @property
+    def options(self) -> Options:
+        """The engine's, with the segments of plain steps."""
+        return self.setting.options
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of plain training steps."""
+        return self.setting.schedule
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def order(
+        self, training: bool, rows: Rows | None = None, trees: Trees | None = None, plan: PlannedRows | None = None
+    ) -> RankOrder:
+        """The order of a step.
+
+        Args:
+            rows: of a step of rows; None: a plain step.
+            trees: what their segments follow; None: each the one before it.
+            plan: brings the order of a step of rows.
+        """
+        counts = None if rows is None else tuple(map(len, rows))
+        parents = None if trees is None else trees.followed
+        of_rows = (counts, parents) if plan is None else plan.digest
+        key = training, of_rows, None if rows is not None else self.setting
+        found = self.orders.pop(key, None)
+        if found is None:
+            schedule = self.setting.schedule
+            if counts is not None:
+                schedule = schedule_of_rows(counts, parents, plan, self.build, self.pipeline, self.setting.options)
+            schedule = schedule if training else schedule.forward_only()
+            program = self.pipeline.lower(schedule)
+            executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
+            found = RankOrder(schedule, self.pipeline.rank, program, executor)
+            if len(self.orders) == MOST_ORDERS:
+                del self.orders[next(iter(self.orders))]
+        self.orders[key] = found
+        return found
+
+    def settle(self, arguments: StepArguments) -> None:
+        """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
+        if self.tuner is not None:
+            self.setting = self._tuned(self.tuner, replace(arguments, training=False))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
+        """Runs one step, or one evaluation.
+
+        Returns:
+            losses, and the outputs of the M micro-batches if asked for.
+        """
+        group = self.pipeline.group
+        with self.pipeline.in_use():
+            self._executor = None  # once the units have begun
+            try:
+                with ExitStack() as around:
+                    step, losses, number, seconds = self._run(arguments, around)
+                group.end_step(failed=False)
+            except BaseException as error:
+                told = self._end_failed_step(error, self._executor)
+                group.mark(told)
+                if told is error:
+                    raise
+                raise told from error
+        self.last_step = record = step.record(number, seconds)
+        if step.batch.is_new:
+            self._keep(record)
+        schedule = record.order.schedule
+        self._is_measured = record.training and schedule.rows is None and schedule is self.setting.schedule
+        if not arguments.training:  # other ranks may have left: an error is this one's alone
+            losses = step.losses()
+        return losses, step.outputs() if arguments.return_outputs else None
+
+    def _run(self, arguments: StepArguments, around: ExitStack) -> tuple[Step, list[Tensor], int, float]:
+        """The phases of a step, in which an error of any rank ends it on all.
+
+        Args:
+            around: what is entered or called back when the step leaves.
+        Returns:
+            the step, its losses where it trains, its number, and the seconds that its units took.
+        """
+        pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
+        # 1. What failed since this rank's last step; what it was given: an order, and a batch.
+        group.enter()
+        for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
+            around.callback(parallel.end_step)
+            parallel.begin_step()
+        if arguments.rows is not None:
+            rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
+            arguments = replace(arguments, rows=rows, trees=trees)
+        number = None
+        if self.tuner is not None and arguments.rows is None:
+            number = group.begin_step(training)  # ranks talk from here on
+            self.setting = self._tuned(self.tuner, arguments)
+        self._is_measured = False
+        order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
+        options = self.setting.options
+        # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
+        group.set_limits(options.limits.longest)
+        batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
+        batch.check()
+        if training and not self._known_shapes:
+            import_backward()
+        step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
+        around.callback(step.end)
+        if batch.length:
+            step.learn(batch.length)
+        # 2. All ranks have come, with the same.
+        number = self._meet(arguments, order, number)
+        if training and group.size > 1 and (arguments.loss_weight is not None or batch.by_targets):
+            step.share_weights()
+        # 3. The units, and what surrounds them all.
+        if pipeline.tier is not None:
+            around.callback(pipeline.tier.reset)
+        if training:
+            batch.gradients = self._step_gradients(arguments.gradient_divisor)
+            around.enter_context(batch.gradients.apart())
+        self._executor = order.executor
+        seconds = self._run_units(step, order, number)
+        if batch.is_new:
+            self._executor = None  # a look's error is no unit's
+            step.look_back()
+            self._executor = order.executor
+        if training and group.size > 1:
+            group.finish_units(pipeline.rank_of_stage[0])
+        # 4. Gradients, where they start anew after all units.
+        losses = step.losses() if training and pipeline.has_last else []  # an error in them adds nothing
+        factor = self._divide(step) if training and self.divides is not False else 1.0
+        if batch.leaves.pairs:
+            batch.leaves.propagate(factor)
+        if pipeline.has_last:
+            step.tell_of_counts()
+        if batch.gradients is not None:
+            pipeline.tied.end_step(batch.gradients)
+            batch.gradients.end(factor)
+        return step, losses, number, seconds
+
+    def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
+        """The setting of a plain step, or of an evaluation. Collective."""
+        length = self._length_of(arguments)
+        if arguments.training:
+            found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
+        else:
+            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
+        return found
+
+    def _length_of(self, arguments: StepArguments) -> int:
+        """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""
+        with suppress(ValueError, TypeError, AttributeError, IndexError):
+            if self.pipeline.has_first:
+                return sequence_length(arguments.inputs, self.options.seq_dim)
+        return 0
+
+    def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
+        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
+
+        Args:
+            number: None: the step has not begun.
+        """
+        group = self.pipeline.group
+        number = group.begin_step(arguments.training) if number is None else number
+        if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
+            self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
+        if self.pipeline.agreement.checked_in != group.epoch:
+            self.pipeline.agreement.check()
+        # Plain steps between those of rows are compared, too.
+        if arguments.rows is not None or self._has_had_rows or is_after_failure:
+            check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
+            self._has_had_rows = self._has_had_rows or arguments.rows is not None
+        samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        if self.pipeline.tied.has_lists:
+            self.pipeline.tied.check()
+        if samples:
+            look_at_batches(samples)
+        # With one segment the loss itself may shift them.
+        if samples and self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
+            look_at_targets(samples)
+        return number
+
+    def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
+        """Returns the seconds that all units took."""
+        pipeline = self.pipeline
+        run, place_views = step.run, pipeline.group.place_views
+        on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
+        if pipeline.device.type == "cuda":
+            run = in_ranges(run, order.texts)
+        if pipeline.device_edges is not None:
+            pipeline.device_edges.begin_step()
+            run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
+        elif pipeline.gpu is not None:
+            _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
+            run = through_host(run, pipeline.device, pipeline.gpu)
+        if pipeline.tier is not None:
+            pipeline.tier.begin_step(order.num_cells, order.most_away)
+        start = time.perf_counter()
+        with inside_step(), on_device, ExitStack() as around:
+            step.around = around
+            if step.has_parts:
+                step.surround(around)
+            _C.executor_step(
+                order.executor,
+                number,
+                step.batch.training,
+                step.batch.length,
+                array("q", step.batch.sizes),
+                run,
+                step.fill,
+                lambda length: array("q", step.learn(length)),
+                place_views,
+                *(array("q", values) for values in step.batch.siblings),
+            )
+            seconds = time.perf_counter() - start
+        return seconds
+
+    def _divide(self, step: Step) -> float:
+        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
+        pipeline, mine = self.pipeline, step.divides()
+        everyones = [mine] if pipeline.num_ranks == 1 else pipeline.group.all_gather_object(mine)
+        last = everyones[pipeline.rank_of_stage[-1]]
+        self.divides = last[0]
+        if not self.divides:
+            return 1.0
+        refused = ""
+        if not self.options.loss.scale_grads:
+            refused = "Loss(scale_grads=False), as in torch's schedules, leaves gradients undivided"
+        elif any(has_auxiliary for *_, has_auxiliary in everyones):
+            refused = "an auxiliary loss (add_loss) has no part in that divisor"
+        if refused:
+            raise Disagreement(
+                f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
+                "Loss(weight=...)"
+            )
+        return float(last[1])
+
+    def _keep(self, record: StepRecord) -> None:
+        """Notes what the first step of a shape alone has measured."""
+        self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
+        for index, own in record.figures.items():
+            self.activations |= {index: own["activations"]} if "activations" in own else {}
+            self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
+
+    def _check_clock(self) -> None:
+        pipeline = self.pipeline
+        if pipeline.device.type != "cpu" and pipeline.group.is_thread and pipeline.num_ranks > 1:
+            raise ValueError(
+                f"the times of a step on {pipeline.device} are those of a stream, and ranks that are threads of one "
+                "process share it: run ranks as processes"
+            )
+
+    def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
+        """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
+        self._check_clock()
+        return above("report")(self, gather)
+
+    def _samples(self, arguments: StepArguments) -> dict[str, Any]:
+        """Some of what this rank is given, by argument."""
+        kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
+        kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
+        given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+        given |= {"inputs": arguments.inputs, "target": arguments.target}
+        return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
+
+    def _step_gradients(self, divisor: int) -> StepGradients:
+        """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
+        dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
+        for module in self._unreduced if dtype is not None else ():
+            wide |= growing_wide(module)
+        tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
+        apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
+        own = [p for module in self._bare for p in module.parameters()]
+        if self.divides is not False:
+            apart |= {id(p): p for p in own}
+        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
+
+    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
+        """Ends the step on every rank, and gives the error its place: stage and unit.
+
+        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
+        """
+        group = self.pipeline.group
+        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+            group.end_step(failed=False)
+            return error
+        found = error
+        if not isinstance(error, _C.PipelineError):
+            unit = unit_text(executor)
+            found = explained(error, executor, self.stages)
+            place = f"{unit}: " if unit else ""
+            group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
+        group.end_step(failed=True)
+        return found

@@ -1,0 +1,363 @@
+"""Weight gradients of a stage's layers: added by whole backwards in one call, or left by a unit's I to its W.
+
+While a training step runs, layers compute their output as always, and the graph leads to their weights as ever. Where
+the order splits the backward, the I of an ``nn.Linear`` makes only the gradients of input and bias; the pair (input,
+output gradient) goes to the unit's tape, and W makes the weight's gradient from it. In a whole backward a layer adds to
+its weight's gradient itself, where the device has an op for that (``linear.py``). All else is autograd's, at I or B:
+what does not go this way costs time, never correctness. [Zero Bubble, arXiv:2401.10241]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+from seq1f1b.attention.unit import LiveUnit, current
+from seq1f1b.engine import linear
+from seq1f1b.engine.compiled import runs_compiled
+from seq1f1b.engine.gradients import dense
+from seq1f1b.engine.measure import storages_of
+from seq1f1b.engine.parts import Part, Pass, Received
+from seq1f1b.engine.replicas import is_reduced
+from seq1f1b.engine.stage import Stage, StageStep
+
+__all__: list[str] = []
+
+_WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the output gradients would fill the memory
+
+
+class WeightGradients(Part):
+    """Makes gradients of weights by the product itself, and in W where an order splits the backward.
+
+    Attributes:
+        adds: whether layers add to gradients themselves in this step.
+        left, added: elements of the weights whose products I has left to W, and B has added, by the weight's id.
+    """
+
+    def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
+        self._layers: dict[nn.Module, Layer] = {}
+        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
+        self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
+        self.serves = "" if self._may_add else "W"
+
+    def start(self, step: StageStep) -> bool:
+        self.adds = self._may_add and step.arguments.training
+        self.left: dict[int, int] = {}
+        self.added: dict[int, int] = {}
+        self._held: dict[int, bool] = {}  # whether somebody holds the node of a weight, by the weight's id
+        self._casts: dict[int, tuple[Tensor, Any, Tensor]] = {}  # a weight, what it was, and its copy for autocast
+        return bool(step.order.split) or self.adds
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"W": self.weight, "fill": self.fill}
+
+    @contextmanager
+    def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
+        """Layers whose products wait for W, or are added by the layer, run :meth:`Layer.forward` in place of their own.
+
+        They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
+        does a layer that shares its weight with anything but a linear layer of the stage.
+        """
+        torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
+        found = {}
+        for root in self._step.stage.modules:
+            for name, module, waits, adds in _layers_of(root, [*self._step.stage.modules, *others]):
+                waits &= root is self._step.stage.module
+                if waits or self.adds:
+                    layer = found[module] = self._layers.get(module) or Layer(self, module)
+                    layer.name, layer.waits, layer.adds = name, waits, adds
+        self._layers = found
+        for module, layer in found.items():
+            vars(module)["forward"] = layer.in_step  # no attribute of torch's: it would be seen as a submodule
+            if module.weight.requires_grad:
+                self.is_hooked(module.weight)  # now, for graphs of units hold nodes as well
+        try:
+            yield
+        finally:
+            for module in found:
+                vars(module).pop("forward", None)
+            self._held.clear()
+            self._casts.clear()
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
+        """Gives a unit whose backward is I and W its tape."""
+        if not unit.is_again and unit.cell in self._step.order.split:
+            unit.tape = Tape()
+
+    def weight(self, cell: int, received: Received) -> None:
+        """W(m.s): the gradients of weights that I left."""
+        unit, parallel = self._step.units[cell], self._step.stage.parallel
+        tape, unit.tape = unit.tape, None
+        assert tape is not None
+        is_last = self._step.order.last_gradients == ("W", cell)
+        is_left = bool(tape.products)  # else it has all run in waits
+        while tape.run_next():
+            continue
+        if parallel is not None and (is_left or is_last):
+            parallel.after_weight(is_last)
+
+    def fill(self, cell: int, received: Received) -> bool:
+        """Runs one product of W(m.s) while the rank waits; its I has run. Returns whether any is left."""
+        tape = self._step.units[cell].tape
+        is_left = tape is not None and tape.run_next()
+        if self._step.stage.parallel is not None and not is_left:
+            # The last one has its place in the order, alike on all replicas.
+            self._step.stage.parallel.after_weight(is_last=False)
+        return is_left
+
+    def figures(self) -> Mapping[str, Any]:
+        return {
+            "deferred_weights": sum(self.left.values()),
+            "fused_weights": sum((self.left | self.added).values()),
+        }
+
+    def is_hooked(self, weight: Tensor) -> bool:
+        """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
+
+        Hooks of the node that accumulates live as long as somebody in Python holds it. The first answer for a weight
+        must come before a graph of the stage holds its node, too.
+        """
+        if id(weight) not in self._held:
+            edge = get_gradient_edge(weight)
+            self._held[id(weight)] = sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
+        return _has_hooks(weight) or self._held[id(weight)]
+
+    def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The weight in autocast's dtype, cast once per step as autocast does."""
+        key = weight.data_ptr(), weight._version, dtype
+        known = self._casts.get(id(weight))
+        if known is None or known[1] != key:
+            known = self._casts[id(weight)] = weight, key, _autocast(weight.detach(), dtype)
+        return known[2]
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """An ``nn.Linear``, or an ``nn.Embedding`` with a dense gradient that is the sum over tokens; for an engine's life.
+
+    Attributes:
+        in_step: its forward; one object for all steps, for compiled code that calls the layer looks at it.
+        waits: whether it leaves its product to W, where the unit has one.
+        adds: whether it may add to the gradient itself: not where DDP or FSDP waits for it, and holds the node.
+    """
+
+    name: str
+    waits: bool
+    adds: bool
+
+    def __init__(self, part: WeightGradients, module: Any) -> None:
+        self.part, self.module, self.in_step = part, module, self.forward
+
+    def forward(self, input: Tensor) -> Tensor:
+        """In place of the module's own forward, while the step runs."""
+        module = self.module
+        unit = None if torch.compiler.is_compiling() else current()  # what a compiled backward keeps may be overwritten
+        tape = unit.tape if unit is not None and self.waits else None
+        is_ours = tape is not None or (unit is not None and self.adds and self.part.adds)
+        if not is_ours or self._is_autograds(input):
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        weight, use = module.weight, Use(self, module.weight, tape)
+        if type(module) is nn.Embedding:
+            return _LookUp.apply(weight, input, module.padding_idx, use)  # type: ignore[no-any-return, no-untyped-call]
+        bias, value, kind = module.bias, weight.detach(), input.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            input, value, bias = _autocast(input, dtype), self.part.cast(weight, dtype), _autocast(bias, dtype)
+        return _Product.apply(weight, input, bias, value, use)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _is_autograds(self, input: Tensor) -> bool:
+        """Whether the weight's gradient must go autograd's way in this call."""
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        return (
+            type(weight) is not nn.Parameter
+            or not all(linear.is_plain(t) for t in (weight, input, bias) if t is not None)
+            or not weight.requires_grad
+            or not torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or (self.part.is_hooked(weight) if self.adds else _has_hooks(weight))
+        )
+
+
+class Use(NamedTuple):
+    """One call of a layer. A plain object: autograd does not look for the weight inside.
+
+    Attributes:
+        tape: to which I leaves the product; None: B adds it.
+    """
+
+    layer: Layer
+    weight: nn.Parameter
+    tape: Tape | None
+
+    def is_ours(self, ctx: Any) -> bool:
+        """In a backward: whether autograd need not accumulate the gradient. The graph leads to the weight first."""
+        if torch.is_grad_enabled() or _has_hooks(self.weight):  # this backward is to be differentiated, or is watched
+            return False
+        try:  # False: torch.autograd.grad, or backward(inputs=...), of other tensors
+            return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
+        except RuntimeError:  # torch's answer where autograd.grad names the weight
+            return False
+
+    def take_product(self, x: Tensor, dy: Tensor) -> bool:
+        """Leaves ``dy.t() @ x`` to W, or adds it; False: only autograd can."""
+        part, key = self.layer.part, id(self.weight)
+        if self.tape is not None:
+            self.tape.products.append((self, x, dy, [t._version for t in (self.weight, x, dy)]))
+            part.left[key] = self.weight.numel()
+        elif linear.add_product(self.weight, x, dy):
+            part.added[key] = self.weight.numel()
+        else:
+            return False
+        return True
+
+    def take_rows(self, ids: Tensor, dy: Tensor, padding: int) -> bool:
+        """Adds the gradient of a table's rows; False: only autograd can."""
+        if linear.add_rows(self.weight, ids, dy, padding):
+            self.layer.part.added[id(self.weight)] = self.weight.numel()
+            return True
+        return False
+
+
+class Tape:
+    """The products that one unit leaves to its W, in the order in which its backward came to them.
+
+    Attributes:
+        products: the use of a weight, inputs (tokens, inputs) and output gradients (tokens, outputs), and the versions
+            of all three, which tell whether they have been changed meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.products: deque[tuple[Use, Tensor, Tensor, list[int]]] = deque()
+
+    def run_next(self) -> bool:
+        """Adds the next product to its weight's gradient, and drops it; returns whether any is left."""
+        if not self.products:
+            return False
+        use, x, dy, versions = self.products.popleft()
+        if [t._version for t in (use.weight, x, dy)] != versions:
+            raise RuntimeError(
+                f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
+                "W, which needs all three as they were"
+            )
+        if use.layer.part.is_hooked(use.weight) or not linear.add_product(use.weight, x, dy):
+            torch.autograd.backward([use.weight], [(dy.t() @ x).to(use.weight.dtype)])
+        return bool(self.products)
+
+    def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
+        """Bytes of inputs and of output gradients, each storage once; ``excluded``: addresses that do not count."""
+        held = []
+        seen = set(excluded)
+        for tensors in ([x for _, x, *_ in self.products], [dy for _, _, dy, _ in self.products]):
+            storages = {address: size for t in tensors for address, size in storages_of(t).items()}
+            held.append(sum(size for address, size in storages.items() if address not in seen))
+            seen |= storages.keys()
+        return held[0], held[1]
+
+
+# -- what autograd runs ------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """``F.linear``, whose backward adds the weight's gradient itself, or leaves it to a tape."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, value: Tensor, use: Use) -> Tensor:
+        ctx.save_for_backward(x, value)
+        ctx.use = use
+        # A product may come out otherwise, in its last bits, of a weight that needs no gradient.
+        output = F.linear(x, use.weight if value.dtype == use.weight.dtype else value, bias)
+        # With more than two dimensions the output is a view of the product, which no caller may change in place.
+        return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, value), dy, use = ctx.saved_tensors, dense(dy), ctx.use
+        if torch.is_grad_enabled():  # this backward is to be differentiated
+            value = use.weight.to(dy.dtype)
+        rows, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = (rows @ value).view(x.shape) if ctx.needs_input_grad[1] else None
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+        is_taken = use.is_ours(ctx) and use.take_product(flat.detach(), rows)
+        return None if is_taken else (rows.t() @ flat).to(use.weight.dtype), dx, db, None, None
+
+
+class _LookUp(torch.autograd.Function):
+    """``F.embedding``, whose backward adds the gradient of the tokens' rows where autograd would add the table's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, use: Use) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.use = -1 if padding is None else padding, use
+        return F.embedding(ids, use.weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), use, padding = ctx.saved_tensors, ctx.use, ctx.padding
+        is_taken = use.is_ours(ctx) and use.take_rows(ids, dy, padding)
+        return None if is_taken else linear.dense_rows(dy, ids, len(use.weight), padding), None, None, None
+
+
+def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
+    """Casts what autocast would cast: floating tensors but doubles."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+# -- which layers ------------------------------------------------------------------------------------------------------
+
+
+def deferrable(module: Any) -> list[nn.Linear]:
+    """The linear layers that leave their weights' gradients to W where no other module has a part in them."""
+    found = _layers_of(module, [module]) if isinstance(module, nn.Module) else ()
+    return [layer for _, layer, waits, _ in found if waits]
+
+
+def _layers_of(module: nn.Module, roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any, bool, bool]]:
+    """The layers of a module that may run otherwise in a step: a name, the layer, whether its product may wait for W,
+    and whether neither DDP nor FSDP waits for its gradient. What runs as compiled code stays as it is.
+
+    Args:
+        roots: all modules of the rank, this one among them.
+    """
+    shared: set[int] = set()  # parameters of other modules than linear layers, and those that a module's hook may read
+    reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
+    compiled: set[int] = set()  # modules within compiled code
+    for root in roots:
+        for owner in root.modules():
+            if type(owner) is not nn.Linear or _is_own(owner) or root is not module:
+                shared.update(map(id, owner._parameters.values()))
+            if owner._backward_hooks or nn.modules.module._global_backward_hooks:
+                shared.update(map(id, owner.parameters()))
+            if is_reduced(owner):
+                reduced.update(map(id, owner.parameters()))
+            if root is module and runs_compiled(owner):
+                compiled.update(map(id, owner.modules()))
+    for name, part in module.named_modules():
+        if type(part) in (nn.Linear, nn.Embedding) and not _is_own(part) and id(part) not in compiled:
+            weight: Any = part._parameters["weight"]
+            waits = type(part) is nn.Linear and weight.shape[0] <= _WIDEST * weight.shape[1]
+            yield name, part, waits and id(weight) not in shared, id(weight) not in reduced
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether a linear layer or an embedding computes something else than its class does."""
+    if type(module) is nn.Embedding and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
+        return True  # its gradient is not the sum over tokens
+    return "forward" in module.__dict__ or "weight" not in module._parameters

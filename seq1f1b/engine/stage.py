@@ -1,0 +1,231 @@
+"""One stage: what it is in every step, and F and B of its units in one step. The executor says when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.attention.unit import LiveUnit, enter
+from seq1f1b.documents.rows import by_paths
+from seq1f1b.engine.ends import Sink, Source
+from seq1f1b.engine.findings import Findings
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.order import StageOrder
+from seq1f1b.engine.parts import Part, Pass, Received
+from seq1f1b.engine.replicas import data_parallel
+from seq1f1b.nested import tensors_of
+
+if TYPE_CHECKING:
+    from seq1f1b.engine.batch import Batch
+    from seq1f1b.engine.pipeline import Pipeline
+
+__all__: list[str] = []
+
+
+class Stage:
+    """A stage of this rank, the same in every step: its module, its place in the pipeline, and what wraps it.
+
+    Args:
+        features: what an engine may do around its units.
+        is_whole: units are whole micro-batches, as outside a step.
+        tells: whether what is found wrong is told, not only collected.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        pipeline: Pipeline,
+        options: Options,
+        features: Sequence[type[Part]],
+        *,
+        is_whole: bool,
+        tells: bool,
+    ) -> None:
+        self.module: nn.Module | Callable[..., Any] = pipeline.modules[index]
+        self.index, self.device, self.num_stages = index, pipeline.device, pipeline.num_stages
+        self.is_first = index == 0
+        self.is_last = index == pipeline.num_stages - 1
+        # If the vocabulary is spread, the output goes to the shards of all ranks.
+        self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
+        # A loss that holds parameters is the model's head: its logits live only inside F.
+        self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
+        self.group = pipeline.group
+        self.in_threads = pipeline.group.is_thread  # the others draw from the same generators
+        self.is_whole = is_whole
+        self.findings = Findings(options.attention, tells=tells)
+        self.parallel = data_parallel(self.module)
+        self.head_parallel = data_parallel(self.loss_fn)
+        # Ddp or Fsdp of the module and of the head, as far as they are wrapped.
+        self.wrappers: list[Any] = [each for each in (self.parallel, self.head_parallel) if each is not None]
+        every = [make(self, options, pipeline.tier) for make in features]
+        self.features = [feature for feature in every if not feature.is_idle]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The stage's module, and its loss if that is a module."""
+        return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
+
+    @property
+    def gradient_divisor(self) -> float | None:
+        """The number by which the sum of this stage's replicas' gradients is divided; None if nothing reduces them."""
+        return next((parallel.divisor for parallel in self.wrappers), None)
+
+    @property
+    def trained_weights(self) -> int:
+        """Elements of all parameters that require grad, each once."""
+        parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
+        return sum(parameters.values())
+
+
+class StageStep:
+    """A stage's part of one step: runs its module on one unit at a time, and holds the units until the step ends.
+
+    Every segment has a graph of its own: its inputs are leaves, keys and values pass between segments through the
+    cache, other state through ``carry``. B is ``torch.autograd.backward`` on that graph, so hooks on parameters fire.
+
+    Args:
+        order: what becomes of the stage's cells.
+        arguments: those of the step, split.
+        auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
+    """
+
+    _source: Any = None  # from connect on
+    _sink: Any = None
+
+    def __init__(
+        self,
+        stage: Stage,
+        order: StageOrder,
+        arguments: Batch,
+        auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]],
+    ) -> None:
+        self.stage, self.order, self.arguments, self._auxiliary_seeds = stage, order, arguments, auxiliary_seeds
+        self.units: dict[int, LiveUnit] = {}  # by cell
+        self.lengths = [size for row in arguments.rows for size in row]  # in tokens, by cell
+        self.has_auxiliary = False
+        self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
+        self._module, self._parallel = stage.module, stage.parallel
+        self.parts: list[Part] = []
+        for part in stage.features:
+            is_served = not part.serves or not order.kinds.isdisjoint(part.serves)
+            if is_served and (not part.needs or getattr(arguments, part.needs)):
+                part._step = self
+                if part.start(self):
+                    self.parts.append(part)
+        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
+
+    def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
+        """Says where the stage's inputs come from, and where its outputs go.
+
+        Returns:
+            the function that runs a unit of the stage, by the letter of its pass.
+        """
+        self._source, self._sink = source, sink
+        # A hook that no part has costs nothing.
+        self._around = [part.around for part in self.parts if type(part).around is not Part.around]
+        self._returned = [part.returned for part in self.parts if type(part).returned is not Part.returned]
+        passes: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
+        for part in self.parts:
+            passes |= part.passes()
+        return passes
+
+    def end(self) -> None:
+        """After the last unit, or an error. Units go with the step: nothing that it holds may hold it."""
+        self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
+        for part in self.stage.features:
+            part._step = None
+        self.parts, self._around, self._returned, self.measure = [], [], [], None
+        self._source = self._sink = None
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, cell: int, received: Received) -> tuple[Tensor, ...] | None:
+        """F(m.s). Returns what crosses to another stage."""
+        order, arguments, units = self.order, self.arguments, self.units
+        m, s, is_last = order.places[cell]
+        unit = LiveUnit(self.stage.index, m, s, cell, arguments.training, units[order.parents[cell]] if s else None)
+        unit.is_whole, unit.is_last = self.stage.is_whole, is_last
+        if order.num_children is not None:
+            unit.of_tree, unit.num_waiting = True, order.num_children[cell]
+        if arguments.num_parts:  # a chain may end in siblings
+            unit.num_parts = arguments.num_parts[cell]
+            unit.of_tree |= unit.num_parts > 1
+        inputs = self._source.inputs(unit, received)
+        units[cell] = unit
+        enter(unit)
+        result = self.run(unit, inputs)
+        if self._sink.end is not None:
+            self._sink.end(unit)
+        if not arguments.training:  # no backward follows: only what follows the segment reads what was carried out
+            if unit.previous is not None and not unit.previous.waits_for_others():
+                unit.previous.forget()
+            carried_out = None if is_last else unit.carried_out
+            unit.forget()
+            unit.carried_out = carried_out
+        return result
+
+    def run(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """Runs the module, and gives its output to the sink: in F and in R."""
+        with ExitStack() as stack:
+            for around in self._around:
+                context = around(unit, inputs)
+                if context is not None:
+                    stack.enter_context(context)
+            kwargs = {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
+            if self.arguments.paths:
+                output = self._run_paths(unit, inputs, kwargs)
+            else:
+                output = self._module(*inputs, **kwargs)
+            if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
+                unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
+            for returned in self._returned:
+                returned(unit, output)
+            sent: tuple[Tensor, ...] | None = self._sink.take(unit, output)
+            return sent
+
+    def _run_paths(self, unit: LiveUnit, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module on each path of a tree alone, for a unit that is a whole micro-batch."""
+        paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
+        dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
+        output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+        if unit.auxiliary and len(paths) > 1:
+            raise ValueError(
+                "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
+                "share; verify a step of rows"
+            )
+        return output
+
+    def kwargs_of(self, unit: LiveUnit) -> Mapping[str, Any]:
+        """The unit's keyword arguments."""
+        return {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, cell: int, received: Received) -> tuple[Tensor | None, ...] | None:
+        """B(m.s); or I(m.s), where W makes the gradients of weights. Returns what crosses to another stage."""
+        unit = self.units[cell]
+        unit.forward = False
+        self.has_auxiliary |= unit.auxiliary is not None
+        gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
+        roots, seeds = unit.start(gradients, self._auxiliary_seeds)
+        enter(unit)
+        if unit.tape is not None:
+            unit.tape.is_open = True
+        if unit.away is not None:
+            unit.away.back()
+        if roots and self._parallel is None:
+            torch.autograd.backward(roots, seeds)
+        elif self._parallel is not None and roots:
+            with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
+                torch.autograd.backward(roots, seeds)
+        if unit.carried_in is not None:
+            unit.carry_back()
+        for part in self.parts:
+            part.after_backward(unit, received)
+        returned = None if self._source.give_back is None else self._source.give_back(unit)
+        unit.forget()
+        return returned

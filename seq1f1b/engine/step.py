@@ -1,0 +1,288 @@
+"""One step of an engine on one rank: the units of its stages, and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b import _C
+from seq1f1b.engine.batch import Batch, StepRead, merge
+from seq1f1b.engine.documents import count_documents
+from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
+from seq1f1b.engine.loss import ToLoss
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.order import RankOrder
+from seq1f1b.engine.parts import Pass, Received
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.recompute import one_at_a_time
+from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.engine.vocabulary_step import EmbeddingStep, HeadStep, ToHead
+from seq1f1b.engine.weighting import Weighting, combine, divide
+
+__all__: list[str] = []
+
+_OUTSIDE_AUTOCAST = "BIWTG"  # autocast is for forwards: a backward runs in the dtypes of its forward
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The last step, kept by the engine until the next one.
+
+    Attributes:
+        sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
+        length: tokens of the longest micro-batch.
+        seconds: until the host had called all units.
+        figures: of each stage, what its parts tell, by name.
+        logit_bytes: of this rank's shard of the vocabulary, at their peak.
+        tokens: of all sequences, where the first stage is.
+    """
+
+    training: bool
+    number: int
+    sizes: list[int]
+    siblings: tuple[Sequence[int], Sequence[int]]
+    length: int
+    seconds: float
+    order: RankOrder
+    figures: dict[int, dict[str, Any]]
+    logit_bytes: int
+    tokens: int
+
+    def step_seconds(self, rank: int) -> float:
+        """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
+        if not _C.executor_settle(self.order.executor):
+            return self.seconds
+        walked = _C.executor_timeline(self.order.executor, rank)
+        return (walked[-1][3] - walked[0][2]) * 1e-9
+
+    def total(self, name: str) -> int:
+        """Sum of a figure over this rank's stages."""
+        return sum(own.get(name, 0) for own in self.figures.values())
+
+
+class Step:
+    """Made for one step and dropped at its end, with everything that units left behind.
+
+    Args:
+        batch: its arguments, checked.
+        order: in which its units run.
+        options, stages, pipeline: the engine's own.
+        known_shapes: (training, tokens, k) of steps that have run before.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        order: RankOrder,
+        options: Options,
+        stages: dict[int, Stage],
+        pipeline: Pipeline,
+        known_shapes: Collection[tuple[bool, int, int]],
+    ) -> None:
+        self.batch, self._order, self._options, self._stages = batch, order, options, stages
+        self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
+        self._head: HeadStep | None = None  # this rank's shard of the output layer, where that is spread
+        if options.head is not None:
+            is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
+            self._head = HeadStep(
+                options.loss_fn, pipeline.rank_of_stage[-1], last, training=batch.training, is_mean=is_mean
+            )
+        self._embedding: EmbeddingStep | None = None  # the same of the input embedding
+        if options.embedding is not None:
+            self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=batch.training)
+        self._autocast = torch.is_autocast_enabled(self._device.type)
+        self._last = next((stage for stage in stages.values() if stage.is_last), None)
+        self._loss: ToLoss | None = None
+        self._weighting: Weighting | None = None
+        self._parts: dict[int, StageStep] = {}
+        self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
+        self._fills: dict[int, Pass | None] = {}  # by stage, what runs a piece of W
+        self.around: ExitStack | None = None  # left after the last unit, once units have begun
+        self.has_parts = False  # whether a part surrounds units, once they are known
+
+    def share_weights(self) -> None:
+        """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
+        batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
+        if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
+            self.learn(length)
+        assert self._weighting is not None
+        self._weighting.weights = group.all_gather_object(self._weighting.weights)[self._pipeline.rank_of_stage[-1]]
+
+    # -- the executor's ----------------------------------------------------------------------------------------------
+
+    def run(self, kind: int, stage: int, cell: int, received: Received) -> Any:
+        """Runs a unit."""
+        return self._passes[stage][kind](cell, received)
+
+    def fill(self, stage: int, cell: int) -> bool:
+        """Runs a part of W while the executor waits; returns whether any is left."""
+        fill = self._fills.get(stage)
+        with torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext():
+            return fill is not None and bool(fill(cell, None))
+
+    def learn(self, length: int) -> list[int]:
+        """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
+        batch, options = self.batch, self._options
+        batch.split(length)
+        batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
+        self._pipeline.group.set_limits(options.limits.longest if batch.is_new else options.limits.step)
+        if self._embedding is not None and batch.inputs is not None:
+            self._embedding.take(batch.inputs, batch.read)
+        if self._head is not None and batch.targets is not None:
+            self._head.check(batch.target, batch.read)
+        if batch.kwargs and "doc_ids" in batch.kwargs[0] and batch.arguments.trees is None:  # along chains
+            count_documents(batch.kwargs, batch.rows, batch.read)
+        weighting = self._weighting = Weighting(batch, options, self._device)
+        for index, stage in self._stages.items():
+            self._parts[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
+        if self._last is not None and batch.targets is not None:
+            weighting.weigh(self._last)
+        if batch.read.asked:
+            batch.read.read()
+        for index, part in self._parts.items():
+            self._connect(index, part, weighting)
+        self.has_parts = any(part.parts for part in self._parts.values())
+        if self.around is not None:
+            self.surround(self.around)
+        return batch.sizes
+
+    def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
+        """Gives a stage its source and its sink, and finds what runs each of its passes."""
+        source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
+        if not part.stage.is_first:
+            source = FromStage(self.batch.training, self._parts.get(index - 1))
+        sink: Sink = ToStage(part, self._parts.get(index + 1))
+        if part.stage.is_last and self._head is not None:
+            sink = ToHead(part, self._head, weighting)
+        elif part.stage.is_last:
+            sink = self._loss = ToLoss(part, weighting)
+        found = part.connect(source, sink)
+        self._fills[index] = found.pop("fill", None)
+        draws_twice = self._order.recomputes or self._options.memory.blocks is not None
+        for letter in "FBIWR" if draws_twice and part.stage.in_threads else "":  # ranks share torch's generators
+            if letter in found:
+                found[letter] = one_at_a_time(found[letter])
+        for shard in (self._head, self._embedding):
+            found |= {} if shard is None else shard.passes()
+        for letter in _OUTSIDE_AUTOCAST if self._autocast else "":
+            if letter in found:
+                outside = torch.autocast(self._device.type, enabled=False)
+                found[letter] = outside(found[letter])
+        self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
+
+    def surround(self, around: ExitStack) -> None:
+        """Enters what parts put around all units, such as forwards of layers, once they are known.
+
+        Args:
+            around: left after the last unit.
+        """
+        for part in self._parts.values():
+            others = [m for other in self._parts.values() if other is not part for m in other.stage.modules]
+            for piece in part.parts:
+                context = piece.in_step(others)
+                if context is not None:
+                    around.enter_context(context)
+
+    def look_back(self) -> None:
+        """After the last unit, once nothing surrounds the units any more: what only the first step of a shape needs."""
+        for part in self._parts.values():
+            for piece in part.parts:
+                piece.look_back()
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def divides(self) -> tuple[bool | None, float, bool]:
+        """After the last unit: whether the loss came with its divisor (None: none was called), by what gradients are
+        multiplied then, and whether a stage of this rank has given auxiliary losses."""
+        has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
+        loss, weighting = self._loss, self._weighting
+        if loss is None or not loss.divides:
+            return None if loss is None else loss.divides, 1.0, has_auxiliary
+        assert weighting is not None
+        return True, weighting.factor(self._last, self._divisors), has_auxiliary
+
+    @cached_property
+    def _divisors(self) -> dict[int, float]:
+        """After the last unit: by cell, what came beside the losses. It is the only read of a step with divisors."""
+        assert self._loss is not None
+        divisors, constants = self._loss.divisors, self._loss.constants
+        numbers, read = list[list[float]](), StepRead()
+        read.ask([*divisors.values(), *constants.values()], numbers.extend)
+        read.read()
+        found = {cell: number for cell, (number,) in zip(divisors, numbers, strict=False)}
+        if any(number for (number,) in numbers[len(divisors) :]) or any(found[cell] for cell in constants):
+            raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+        return found
+
+    def tell_of_counts(self) -> None:
+        """After the last unit, on the rank of the last stage: a word on means over unlike numbers of targets."""
+        if self._weighting is not None and not (self._loss is not None and self._loss.divides):
+            self._weighting.tell_of_counts(self._last)
+
+    def end(self) -> None:
+        """After the last unit, or an error."""
+        for part in (*self._parts.values(), self._head, self._embedding):
+            if part is not None:
+                part.end()
+
+    def losses(self) -> list[Tensor]:
+        """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
+        if self._last is None or self.batch.target is None:
+            return []
+        found = self._loss if self._head is None else self._head
+        assert found is not None and self._weighting is not None
+        if found.values:  # of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets
+            first, dim = next(iter(found.values.values())), self._options.seq_dim
+            parts = []
+            for cell, size in enumerate(chain.from_iterable(self.batch.rows)):
+                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+                parts.append(found.values[cell] if cell in found.values else first.new_zeros(shape))
+            each = iter(parts)
+            return [torch.cat([next(each) for _ in row], dim) for row in self.batch.rows]
+        if self._loss is not None and self._loss.divides:
+            return divide(self._loss.losses, self._divisors, self.batch.rows)
+        return combine(found.losses, self.batch.rows, self._weighting.scale)
+
+    def outputs(self) -> list[Any] | None:
+        """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
+        if self._last is None:
+            return None
+        units = self._parts[self._last.index].units
+        outputs = iter([units[cell].output for cell in range(len(units))])
+        assert self._weighting is not None
+        return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
+
+    def record(self, number: int, seconds: float) -> StepRecord:
+        """Record of the step, once it has ended.
+
+        Args:
+            seconds: that all units took.
+        """
+        batch, tokens = self.batch, 0
+        if self._pipeline.has_first:
+            lengths = [size for row in batch.rows for size in row]
+            first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in batch.inputs or ()]
+            tokens = sum(len(sequences) * size for sequences, size in zip(first, lengths, strict=False))
+        return StepRecord(
+            training=batch.training,
+            number=number,
+            sizes=batch.sizes,
+            siblings=batch.siblings,
+            length=batch.length,
+            seconds=seconds,
+            order=self._order,
+            figures={index: part.figures for index, part in self._parts.items()},
+            logit_bytes=0 if self._head is None else self._head.peak_bytes,
+            tokens=tokens,
+        )
+
+
+def _missing(letter: str, cell: int, received: Received) -> Any:
+    raise AssertionError(f"nothing here runs {letter} of cell {cell}")

@@ -1,0 +1,306 @@
+"""One step of a vocabulary's shard: passes S and T of the output layer, E and G of the input embedding.
+
+The last stage's outputs go to the shards of all ranks, and the first stage's inputs come from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.batch import StepRead
+from seq1f1b.engine.ends import Source, ToStage, detached
+from seq1f1b.engine.parts import Pass, Received
+from seq1f1b.engine.replicas import data_parallel
+from seq1f1b.engine.stage import StageStep
+from seq1f1b.engine.vocabulary import (
+    Statistics,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    VocabularyShard,
+    shard_of,
+)
+from seq1f1b.engine.weighting import Weighting
+
+__all__: list[str] = []
+
+
+class _ShardStep:
+    """A shard in one step, perhaps under DDP or FSDP2: its gradients are reduced once, in its last backward.
+
+    Args:
+        module: the shard, as it was given to the engine.
+        last: the cell in whose unit gradients are reduced, -1: none.
+    """
+
+    def __init__(self, module: nn.Module, last: int) -> None:
+        self._module, self._last, self._parallel = module, last, data_parallel(module)
+        if self._parallel is not None:
+            self._parallel.begin_step()
+
+    def _backward(self, output: Tensor, gradient: Tensor, cell: int) -> None:
+        is_last = cell == self._last
+        with self._parallel.backward(is_last, (output,)) if self._parallel is not None else nullcontext():
+            torch.autograd.backward(output, gradient)
+
+    def end(self) -> None:
+        if self._parallel is not None:
+            self._parallel.end_step()
+
+
+def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
+    """Messages of all ranks: those that came, in the order of ranks, and this one's own."""
+    found = [] if received is None else [tensors for tensors, _ in received]
+    found.insert(rank, mine)
+    return found
+
+
+def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, read: StepRead) -> None:
+    """Asks for the least and the largest of each tensor, which must be rows of the vocabulary."""
+
+    def take(found: list[list[float]]) -> None:
+        for number in chain.from_iterable(found):
+            if not 0 <= number < shard.vocab:
+                raise ValueError(f"{what} {int(number)}, must be in 0..{shard.vocab - 1}")
+
+    read.ask([torch.stack(each.aminmax()) for each in numbers], take)
+
+
+class HeadStep(_ShardStep):
+    """This rank's shard of the output layer in one step: passes S and T.
+
+    Args:
+        loss_fn: the shard, as it was given to the engine.
+        last_rank: the rank of the last stage.
+        last: the cell of this rank's last T.
+        is_mean: the loss is a mean over targets, not their sum.
+    """
+
+    def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
+        super().__init__(loss_fn, last)
+        head = shard_of(loss_fn, VocabularyParallelHead)
+        assert head is not None
+        self._head, self._training, self._is_mean = head, training, is_mean
+        self._is_on_last = head.rank == last_rank
+        self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
+        self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
+        self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
+        self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
+        self.values: dict[int, Tensor] = {}  # the same, of tokens, where a loss of tokens makes them
+        self._counts: dict[int, float] = {}  # by cell, what a loss of tokens is a mean over, the same
+        self.peak_bytes = 0  # of logits between S and T
+
+    def passes(self) -> dict[str, Pass]:
+        return {"S": self.statistics, "T": self.loss}
+
+    def check(self, targets: Sequence[Any], read: StepRead) -> None:
+        """Asks whether those of all micro-batches are in the vocabulary."""
+        every = [self._head.read_target(target)[0] for target in targets]
+        whole = [labels for labels in every if isinstance(labels, Tensor) and not labels.is_floating_point()]
+        ignored = self._head.ignore_index
+        _check_range(
+            "the target holds", [labels.masked_fill(labels == ignored, 0) for labels in whole], self._head, read
+        )
+
+    def message(
+        self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None, count: float
+    ) -> tuple[Tensor, ...]:
+        """Message of the last stage's F to every shard: its output, the targets, the gradient of a token's loss, and
+        what else a loss of tokens takes, empty where it was left out.
+
+        Args:
+            count: the targets that a loss of tokens is a mean over.
+        """
+        hidden = outputs[0]
+        if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
+            raise ValueError(
+                f"the last stage must return the hidden state, (..., {self._head.hidden}), for a vocabulary over the "
+                f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
+            )
+        shape = hidden.shape[:-1]
+        if target is not None:
+            self._counts[cell] = count
+        target, more = self._head.read_target(target)
+        if target is None:
+            target = torch.full(shape, self._head.ignore_index, device=hidden.device)
+        if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
+            what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
+        counted = target != self._head.ignore_index
+        scale = torch.zeros(1, dtype=torch.float64, device=hidden.device)
+        if seed is not None and self._head.token_loss is not None:
+            scale = (seed / (count or 1.0)).reshape(1).double()
+        elif seed is not None:
+            scale = (seed / counted.sum().clamp(min=1) if self._is_mean else seed).reshape(1).double()
+        named = [hidden.new_empty(0) if value is None else value.detach().contiguous() for value in more]
+        found = hidden, target.long().contiguous(), scale, *named
+        self._handed[cell] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
+        return found
+
+    def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
+        """S(m.s): the logits of this shard; returns what the others need to know of them."""
+        if received is not None:
+            (hidden, target, scale, *more), (requires_grad, *_) = received[0]
+            hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
+        else:
+            hidden, target, scale, *more = self._handed.pop(cell)
+        named = [value if value.numel() else None for value in more]
+        logits = self._module(hidden)
+        with torch.no_grad():
+            found = self._head.statistics(logits.detach(), target)
+        self._kept[cell] = hidden, logits, target, scale, named, found
+        held = sum(kept.numel() * kept.element_size() for _, kept, *_ in self._kept.values())
+        self.peak_bytes = max(self.peak_bytes, held)
+        return (found,)
+
+    def loss(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
+        """T(m.s): the loss, on the rank of the last stage, and the gradients of this shard.
+
+        Returns the shard's part of the hidden state's gradient.
+        """
+        hidden, logits, target, scale, more, statistics = self._kept.pop(cell)
+        everyones = [tensors[0] for tensors in _by_rank((statistics,), self._head.rank, received)]
+        with torch.no_grad():
+            found = self._head.combine(everyones)
+            counted = (target != self._head.ignore_index).reshape(-1)
+            if self._head.token_loss is not None:
+                scale = self._of_tokens(cell, target, scale, more, found)
+            elif self._is_on_last:
+                total = (self._head.token_losses(found) * counted).sum()
+                self.losses[cell] = total / counted.sum().clamp(min=1) if self._is_mean else total
+            if not self._training:
+                return (None,)
+            gradient = self._head.logit_gradients(logits, target, statistics, found, scale)
+        if logits.requires_grad:
+            self._backward(logits, gradient, cell)
+        if self._is_on_last:
+            self._gradients[cell] = hidden.grad
+        return (hidden.grad,)
+
+    def _of_tokens(
+        self, cell: int, labels: Tensor, scale: Tensor, more: list[Tensor | None], found: Statistics
+    ) -> Tensor:
+        """Notes the losses of tokens, 0 where no target counts; returns the gradient of each one's cross entropy."""
+        if not self._training and cell not in self._counts:
+            return scale
+        head = self._head
+        with torch.set_grad_enabled(self._training):
+            log_probs = head.log_probs(found, labels).requires_grad_(self._training)
+            values = head.losses_of_tokens(log_probs, labels, more)
+        if self._is_on_last:
+            self.values[cell] = values.detach() if self._counts[cell] else torch.zeros_like(values)
+        if not self._training:
+            return scale
+        if not values.requires_grad:
+            raise ValueError("token_loss returned values that do not require grad, its log-probabilities do")
+        (gradient,) = torch.autograd.grad(values, log_probs, torch.ones_like(values))
+        counts = (labels != head.ignore_index) & (scale != 0)
+        return torch.where(counts, -gradient * scale, 0.0).reshape(-1)
+
+    def hidden_gradient(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
+        """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
+        parts = _by_rank((self._gradients.pop(cell),), self._head.rank, received)
+        present = [part for (part,) in parts if part is not None]
+        if not present:
+            return (None,)
+        total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
+        for part in present[1:]:
+            total += part
+        return (total.to(present[0].dtype),)
+
+
+class EmbeddingStep(_ShardStep, Source):
+    """This rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs.
+
+    Args:
+        module: the shard, as it was given to the engine.
+        last: the cell of this rank's last G.
+    """
+
+    def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
+        super().__init__(module, last)
+        shard = shard_of(module, VocabularyParallelEmbedding)
+        assert shard is not None
+        self._shard, self._training = shard, training
+        self._tokens: list[Tensor] = []  # of the pipeline, by cell
+        self._counts: list[list[float]] = []  # of those whose rows are here, the same
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
+        self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
+
+    def passes(self) -> dict[str, Pass]:
+        return {"E": self.embed, "G": self.gradient}
+
+    def take(self, inputs: Sequence[tuple[Any, ...]], read: StepRead) -> None:
+        """The inputs of the pipeline, by cell. Asks whether they are in the vocabulary, and how many are this shard's.
+
+        Raises:
+            TypeError: they are something else than tokens.
+        """
+        for tokens, *others in inputs:
+            if others or not isinstance(tokens, Tensor) or tokens.is_floating_point():
+                raise TypeError(
+                    "inputs must be one tensor of token numbers, (batch, tokens), where the embedding is spread"
+                )
+            self._tokens.append(tokens)
+        _check_range("inputs hold", self._tokens, self._shard, read)
+        read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
+
+    def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
+        """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
+        places, own = self._shard.find(self._tokens[cell], int(self._counts[cell][0]))
+        rows = self._module(own)
+        if self._training or self._shard.rank == 0:  # which holds the first stage
+            self._kept[cell] = places, rows
+        return places, rows
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        """Input of the first stage: the rows of all shards in their places."""
+        tokens, cell = self._tokens[unit.cell], unit.cell
+        own = self._kept[cell] if self._training else self._kept.pop(cell)
+        found = own[1].new_empty(tokens.numel(), own[1].shape[1])
+        for places, rows in _by_rank(own, self._shard.rank, received):
+            found[places] = rows.detach()
+        trains = own[1].requires_grad or any(any(flags) for _, flags in received or ())
+        unit.leaves = (found.detach().view(*tokens.shape, -1).requires_grad_(trains and self._training),)
+        return unit.leaves
+
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...]:
+        gradients = unit.input_gradients()
+        self._handed[unit.cell] = gradients[0]
+        return gradients
+
+    def gradient(self, cell: int, received: Received) -> None:
+        """G(m.s): gradients of the rows of this shard."""
+        gradient = self._handed.pop(cell) if received is None else received[0][0][0]
+        places, rows = self._kept.pop(cell)
+        if gradient is not None and rows.requires_grad:
+            self._backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], cell)
+
+
+class ToHead(ToStage):
+    """The shards of all ranks, in place of a loss, with what they need beside the hidden state."""
+
+    def __init__(self, step: StageStep, head: HeadStep, weighting: Weighting) -> None:
+        super().__init__(step, None)
+        self._head, self._weighting, self._targets = head, weighting, step.arguments.targets
+        self._keeps_outputs = step.arguments.arguments.return_outputs
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        if self._keeps_outputs and not unit.is_again:
+            unit.output = detached(output)
+        outputs = super().take(unit, output)
+        if outputs is None:
+            return None
+        if self._targets is None:
+            return self._head.message(unit.cell, outputs, None, None, 1.0)
+        weighting, cell = self._weighting, unit.cell
+        return self._head.message(cell, outputs, self._targets[cell], weighting.seeds[cell], weighting.counts[cell])
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        return self._head.hidden_gradient(unit.cell, received)

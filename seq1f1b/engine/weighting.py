@@ -1,0 +1,261 @@
+"""How segments' losses make the losses of whole micro-batches, and their gradients.
+
+A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
+share enters as the seed of the backward, so the graph is that of the plain loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.documents.rows import Rows
+from seq1f1b.engine.batch import Batch, StepRead
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.splitting import part_sizes, split_sequence
+from seq1f1b.nested import tensors_of
+
+__all__: list[str] = []
+
+IGNORED = -100  # torch's ignore_index
+
+
+class Weighting:
+    """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
+
+    Attributes:
+        shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
+        counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
+        seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
+        sum_seed: of losses that come with one; :meth:`factor` does the rest.
+        count: counts those of any part of a sequence; None: losses are added as they are.
+        scale: by cell, the shares on the device, float64.
+        weights: of micro-batches, once they are known; None: all weigh alike.
+    """
+
+    scale: Tensor
+    seeds: Tensor
+    sum_seed: float
+
+    def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
+        self.batch, self.rows, self.options, self._device = batch, batch.rows, options, device
+        self.arguments = batch.arguments
+        self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
+        self.shares, self.counts = list[float](), list[float]()
+        self.count = None if options.loss.reduction == "sum" else options.count or count_default
+        self.weights: list[float] | None = None
+
+    def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
+        """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
+        options, row = self.options, self.rows[unit.microbatch]
+        weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
+        if options.loss.reduction == "sum":
+            return (weight * options.sequence_parallel[1],) * 2
+        return weight * row[unit.segment] / sum(row), weight
+
+    @property
+    def _mean_scale(self) -> float:
+        """The seed of a micro-batch's loss, where all weigh alike."""
+        return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
+
+    def weigh(self, last: Any) -> None:
+        """Finds the shares of this rank's segments, and the seeds of their backwards.
+
+        If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
+        the parts is to be the loss.
+
+        Args:
+            last: the last stage.
+        """
+        options, arguments = self.options, self.arguments
+        rank, num_parts = options.sequence_parallel
+        if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
+            every = [[1.0] * len(row) for row in self.rows]
+            self.counts = [1.0] * sum(map(len, self.rows))
+            self.shares = [float(num_parts)] * len(self.counts)
+        else:
+            pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
+            every = count_targets(self.batch.target, pieces, options.seq_dim, options.count, self.batch.read)
+            self._totals = [sum(row) for row in every]
+            for row, own in zip(every, self._totals, strict=True):
+                self.counts += row[rank::num_parts]
+                self.shares += [num_parts * (count / own if own else 0.0) for count in row[rank::num_parts]]
+        divisor, total, scale = last.gradient_divisor, arguments.loss_weight, arguments.gradient_scale
+        self.sum_seed = scale
+        if total is not None:
+            scale *= num_parts if divisor is None else divisor
+            self.sum_seed = scale / total
+        elif self.batch.by_targets:
+            total, scale = sum(map(sum, every)), scale * num_parts
+            if options.loss.weight == "targets" and arguments.training and last.wrappers:
+                # Every part counts all parts' targets, and so do the replicas of each.
+                scale *= last.wrappers[0].divisor
+                total = last.wrappers[0].sum(total, self._device)
+            total = total or 1.0
+        if total is None:
+            seeds = [share * self._mean_scale for share in self.shares]
+        else:
+            seeds = [scale * count / total for count in self.counts]
+            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in every]
+            self.weights = [scale * number / total / num_parts for number in numbers]
+        on_host = torch.tensor([seeds, self.shares], dtype=torch.float64, device="cpu")
+        self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
+
+    def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
+        """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
+        replicas."""
+        if self.arguments.loss_weight is not None:
+            return 1.0
+        total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
+        if divisor is not None:
+            total = last.wrappers[0].sum(total, self._device)
+        elif self.options.sequence_parallel[1] > 1:
+            raise ValueError(
+                "loss_fn returned its sum and its divisor; with sequence_parallel= they are added up over the ranks of "
+                "DDP or FSDP2: put the stage under one of them"
+            )
+        if not total:
+            last.findings.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
+        return (divisor or 1.0) / total if total else 0.0
+
+    def tell_of_counts(self, last: Any) -> None:
+        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        options, arguments, counts = self.options, self.arguments, self._totals
+        says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
+        if not counts:
+            return
+        if not sum(counts):
+            last.findings.say(
+                "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
+                "nothing to gradients"
+            )
+        elif arguments.training and len(set(counts)) > 1 and says_nothing and not self.batch.by_targets:
+            last.findings.say(
+                f"micro-batches count different numbers of targets, {min(counts):g} to {max(counts):g}, and the loss "
+                "is the mean of their means, in which a target among few weighs more. Give the engine "
+                'loss=Loss(weight="targets") for the mean over all targets, or "microbatches" if this is meant'
+            )
+
+
+def count_targets(
+    whole: Sequence[Any],
+    rows: Sequence[Sequence[int]],
+    dim: int,
+    count: Callable[[Any], float] | None,
+    read: StepRead,
+) -> list[list[float]]:
+    """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+
+    Args:
+        whole: targets of the M micro-batches.
+        rows: tokens of each segment, or of each part of each segment, of every micro-batch.
+        dim: the sequence dimension of the targets.
+        count: counts one segment's target.
+        read: what is asked of the device, and read here.
+    """
+    asked: list[Any] = []
+    for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
+        first: Any = next(iter(tensors_of(target)), None)
+        if count is not None:
+            cut = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+            asked += map(count, cut)
+        elif first is None and len(sizes) > 1:
+            raise TypeError(
+                f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts a "
+                "segment's targets"
+            )
+        elif first is None or first.is_floating_point():
+            asked += [1.0] if first is None else map(float, sizes)
+        else:
+            counted = [first != IGNORED] if len(sizes) == 1 else (first != IGNORED).split(list(sizes), dim)
+            asked.append(torch.stack([part.sum() for part in counted]))
+    found: list[list[float]] = []
+    read.ask(asked, found.extend)
+    read.read()
+    numbers = iter(found if count is not None else [[number] for several in found for number in several])
+    counts = [[next(numbers) for _ in sizes] for sizes in rows]
+    for m, segments in enumerate(counts):
+        for s, value in enumerate(segments):
+            if len(value) != 1 or not value[0] >= 0.0:
+                text = ", ".join(map(str, value))
+                raise ValueError(
+                    f"Loss.weight of micro-batch {m}, segment {s} is {text}, must be at least 0, and one number"
+                )
+    return [[value for (value,) in segments] for segments in counts]
+
+
+def count_default(target: Any) -> float:
+    """Targets of any part of a sequence: elements that are not -100."""
+    target = next(iter(tensors_of(target)), None)
+    if target is None:
+        return 1.0
+    return float(target.numel() if target.is_floating_point() else (target != IGNORED).sum())
+
+
+def sum_divisors(divisors: Iterable[float]) -> float:
+    """Raises ValueError unless the sum is finite and not negative."""
+    total = math.fsum(divisors)
+    if not 0.0 <= total < math.inf:
+        raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")
+    return total
+
+
+def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows) -> list[Tensor]:
+    """Losses of the M micro-batches from the sums and divisors of their segments (by cell); 0 where the divisor is 0.
+
+    Args:
+        rows: tokens of the segments of every micro-batch.
+    """
+    found, cells = [], iter(range(sum(map(len, rows))))
+    for row in rows:
+        own = list(islice(cells, len(row)))
+        total, divisor = torch.stack([losses[i].reshape(()) for i in own]).sum(), sum_divisors(divisors[i] for i in own)
+        found.append(total / divisor if divisor else torch.zeros_like(total))
+    return found
+
+
+def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
+    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
+
+    Args:
+        rows: tokens of the segments of every micro-batch.
+        scale: by cell, the segment's share, on the device.
+    """
+    counts = list(map(len, rows))
+    zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
+    values = torch.stack([losses.get(i, zero).reshape(()) for i in range(sum(counts))])
+    scale = scale.to(values.dtype)
+    if min(counts) == max(counts):
+        return list((values * scale).view(len(counts), -1).sum(1).unbind())
+    return [part.sum() for part in torch.split(values * scale, counts)]
+
+
+def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
+    """Makes the targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+
+    Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
+
+    Args:
+        tokens: integer tensor, for example (batch, sequence).
+        dim: the sequence dimension.
+        doc_ids: ids of packed documents, in the shape of ``tokens``. The last token of each document is ignored, too,
+            because the first token of another one follows it.
+    """
+    if tokens.is_floating_point() or tokens.dim() <= dim:
+        raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")
+    shifted = torch.full_like(tokens, IGNORED)
+    length = tokens.size(dim)
+    if doc_ids is not None and doc_ids.shape != tokens.shape:
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, must be of tokens' shape {tuple(tokens.shape)}")
+    if length > 1:
+        shifted.narrow(dim, 0, length - 1).copy_(tokens.narrow(dim, 1, length - 1))
+        if doc_ids is not None:
+            ends = doc_ids.narrow(dim, 0, length - 1) != doc_ids.narrow(dim, 1, length - 1)
+            shifted.narrow(dim, 0, length - 1).masked_fill_(ends, IGNORED)
+    return shifted

@@ -1,0 +1,99 @@
+"""Placement of a step on the GPU that its stages lie on. Stages on the CPU need none of this.
+
+With a transport of host memory, as ``"shm"`` and ``"c10d"`` are and as ranks have that are threads, messages between
+stages go through it: correct on every machine, and as slow as two copies over PCIe that the host waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from seq1f1b import _C
+
+__all__: list[str] = []
+
+
+def common_device(modules: Sequence[Any]) -> torch.device:
+    """The device of the parameters of a rank's stages; the CPU if there are none. Parts on meta are never run."""
+    devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
+    devices = devices - {torch.device("meta")} or devices
+    if len(devices) > 1:
+        raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameters lie on {device}: the engine runs on the CPU and on CUDA devices")
+    if device.type == "cuda" and torch.version.hip:
+        raise ValueError(
+            f"parameters lie on {device} of ROCm {torch.version.hip}: the engine runs on the CPU and on NVIDIA's GPUs "
+            "alone; move the stages to the CPU, where it sends messages by the process group or shared memory"
+        )
+    return device
+
+
+@contextmanager
+def step_on(device: torch.device) -> Iterator[None]:
+    """Around a step on a GPU: the backward runs in the rank's own thread.
+
+    Autograd would run it in a thread that all ranks of a process share. Ranks that are threads, and errors of ops, need
+    it in their own.
+    """
+    with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a device has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
+
+
+def compute_stream(device: torch.device) -> int:
+    """The CUstream on which units compute there."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:
+    """A unit's callback whose messages come from host memory and go there.
+
+    Both copies block: what is sent has been computed when the transport reads it, and a place has been read when it is
+    written again. They are no part of the unit's time.
+
+    Args:
+        gpu: the core's handle.
+    """
+
+    def unit(kind: int, stage: int, cell: int, received: Any) -> Any:
+        if received is not None:
+            received = tuple(
+                ([None if t is None else t.to(device) for t in tensors], requires_grad)
+                for tensors, requires_grad in received
+            )
+            _C.device_restart_unit(gpu)
+        sent = run(kind, stage, cell, received)
+        if sent is None:
+            return None
+        _C.device_end_unit(gpu)
+        return tuple([None if t is None else t.detach().cpu().requires_grad_(t.requires_grad) for t in sent])
+
+    return unit
+
+
+def in_ranges(run: Callable[..., Any], texts: Mapping[tuple[int, int, int], str]) -> Callable[..., Any]:
+    """A unit's callback within a range of NVTX that has the unit's text, as Nsight Systems shows it.
+
+    Args:
+        texts: by number of the pass, stage and cell.
+    """
+
+    def unit(kind: int, stage: int, cell: int, received: Any) -> Any:
+        with torch.cuda.nvtx.range(texts[kind, stage, cell]):
+            return run(kind, stage, cell, received)
+
+    return unit

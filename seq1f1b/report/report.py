@@ -1,0 +1,503 @@
+"""Measurements of a step: times and peaks of one rank or of all, beside the peaks that its order allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from seq1f1b import _C
+from seq1f1b.documents.rows import runs_of
+from seq1f1b.engine.measure import Activations
+from seq1f1b.engine.pipeline import EdgeReport
+from seq1f1b.engine.step import StepRecord
+from seq1f1b.partition import ModelShape
+from seq1f1b.report.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
+from seq1f1b.schedule import Schedule, Simulation, StepMemory
+from seq1f1b.table import table_text
+from seq1f1b.transport.values import pack, sendable, unpack
+from seq1f1b.unit import Unit, edges_of, unit_of
+
+__all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
+
+FORMAT = "seq1f1b report 1"
+_RUN = _C.OPCODES.index("RUN")
+_AWAY = _C.PASSES.index("A")
+sendable(Unit)
+
+
+@sendable
+@dataclass(frozen=True)
+class StageReport:
+    """One stage. Units and tokens are live from the start of their F, or R, to the end of their B, or W.
+
+    Attributes:
+        peak_live_units, peak_live_tokens: measured.
+        planned_live_units, planned_live_tokens: by the lowered program and the segment sizes, before anything runs.
+        planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
+        activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
+            shape; None where it was not (compiled modules).
+        planned_activation_bytes: what the order holds of that step's mean bytes per token.
+        gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
+        deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
+        fused_weights: elements of the weights to whose gradients the product adds itself, in W or in whole backwards;
+            autograd sums the others, with a cast and an addition in each unit.
+        trained_weights: elements of all parameters that require grad.
+        attention_layers: calls of ``causal_attention`` in one forward, each with a handle of its own.
+    """
+
+    stage: int
+    peak_live_units: int
+    planned_live_units: int
+    peak_live_tokens: int
+    planned_live_tokens: int
+    planned_kv_slots: int
+    planned_grad_slots: int
+    activation_bytes: int | None
+    planned_activation_bytes: int | None
+    gradient_bytes: int | None
+    planned_gradient_bytes: int | None
+    deferred_weights: int
+    fused_weights: int
+    trained_weights: int
+    attention_layers: int = 0
+
+
+@sendable
+@dataclass(frozen=True)
+class Report:
+    """One rank's last step. Times in seconds.
+
+    They are times of the host where stages lie on the CPU. On a GPU they are times of the GPU, by events on the stream
+    that computes: what is neither ``busy`` nor ``wait`` nor ``send`` nor ``tier`` is the time in which the GPU had all
+    that a unit needs and waited for the host to start it. Reading them waits for the step's end.
+
+    Attributes:
+        start: of the step, on the machine's monotonic clock: of its first instruction, or when the GPU came to it.
+        seconds: the whole step, from its start to the end of the last instruction: busy + wait + send + the engine's
+            own.
+        busy: in the units, parts of W in waits included.
+        wait: for messages, without what filled the waits.
+        send: for credits and copies.
+        tier: for what moves to the tier and back, in A and before the backwards that read it.
+        moved_bytes: sent to the tier, and brought back.
+        move_out_rate, move_in_rate: bytes per second of these transfers, without the time in which they waited; 0 if
+            nothing moved.
+        recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
+        bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
+        kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
+            times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
+        receive_places: places of all incoming edges.
+        process_peak_bytes: the most resident memory of this process so far, in host memory.
+        timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
+        fills: the same of the parts of W that ran in waits, if the order fills them.
+        edges: edges from and to this rank.
+        logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
+        look_seconds: of the last look at this rank's stages by values, at the end of a first step and no part of its
+            ``seconds``; 0 if there was none.
+        clock: whose times these are, "host" or "device".
+        tokens: of all sequences of the step, on the rank of the first stage; 0 elsewhere.
+        device_peak_bytes, device_reserved_bytes: most that this process's tensors have held on its GPU so far, and what
+            torch's allocator has taken for them at most; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins
+            anew.
+        siblings: by segment, tokens of the leaves of a tree that share it, () where it is alone; () where all are.
+    """
+
+    rank: int
+    step: int
+    training: bool
+    segment_sizes: tuple[int, ...]
+    start: float
+    seconds: float
+    busy: float
+    wait: float
+    send: float
+    bubble: float
+    stages: tuple[StageReport, ...]
+    kv_bytes: int
+    planned_kv_bytes: int
+    grad_bytes: int
+    planned_grad_bytes: int
+    receive_places: int
+    process_peak_bytes: int
+    timeline: tuple[tuple[Unit, float, float], ...]
+    fills: tuple[tuple[Unit, float, float], ...]
+    edges: tuple[EdgeReport, ...]
+    tier: float = 0.0
+    moved_bytes: int = 0
+    logit_bytes: int = 0
+    recomputed_blocks: int = 0
+    look_seconds: float = 0.0
+    clock: str = "host"
+    tokens: int = 0
+    device_peak_bytes: int = 0
+    device_reserved_bytes: int = 0
+    move_out_rate: float = 0.0
+    move_in_rate: float = 0.0
+    siblings: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def _unit_seconds(self) -> dict[Unit, float]:
+        """Seconds of every unit in run order, in and out of waits. A only waits."""
+        seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in self.timeline}
+        for unit, start, end in self.fills:
+            seconds[unit] += end - start
+        return seconds
+
+    @property
+    def _own_seconds(self) -> float:
+        """Seconds of the engine itself: neither in units nor in waits nor in sends."""
+        return max(self.seconds - self.busy - self.wait - self.send - self.tier, 0.0)
+
+    @property
+    def moved_units(self) -> int:
+        """Units whose saved activations were away for a while."""
+        return sum(unit.kind == "O" for unit, _, _ in self.timeline)
+
+    @property
+    def kept_units(self) -> int:
+        """Units that were neither recomputed nor moved."""
+        forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
+        return forwards - self.recomputed_units - self.moved_units
+
+    @property
+    def recomputed_units(self) -> int:
+        """Units that ran their stage a second time, before their backward."""
+        return sum(unit.kind == "R" for unit, _, _ in self.timeline)
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """All ranks' last step. ``str(report)`` says why it is slow: :attr:`idle` as a table, and :attr:`advice`.
+
+    Attributes:
+        ranks: one :class:`Report` each.
+        makespan: first start to last end over all ranks (ranks of several hosts: the longest rank).
+        bubble: share of the ranks' time in ``makespan`` that is not busy.
+        simulated: the same order with this step's measured units and free messages: the least time in which the order
+            can run them. It is no prediction, for it takes its units from the step.
+        tuning: in words, what a tuned engine has tried and found, or how far it has come; else empty. Not saved.
+        is_tuned: whether the order was found that a tuned engine now keeps. Not saved.
+    """
+
+    ranks: tuple[Report, ...]
+    makespan: float
+    bubble: float
+    simulated: Simulation
+    tuning: str = ""
+    is_tuned: bool = False
+
+    @property
+    def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+        """Per rank, with the first start of all at 0."""
+        return self._from_zero(r.timeline for r in self.ranks)
+
+    @property
+    def timeline_with_waits(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+        """Per rank as :attr:`timeline`, with the parts of W that ran in waits, each before its unit's own place."""
+        return self._from_zero(sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
+
+    def _from_zero(self, tracks: Iterable[Iterable[Any]]) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+        start = min(r.timeline[0][1] for r in self.ranks if r.timeline)
+        return tuple(tuple((u, a - start, b - start) for u, a, b in track) for track in tracks)
+
+    @property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Busy seconds of each segment, over all its passes, stages and micro-batches.
+
+        If the step's segments were equally long, ``partition_sequence`` takes them as ``costs`` and cuts segments of
+        equal measured cost.
+        """
+        seconds = [0.0] * self.simulated.schedule.num_segments
+        for rank in self.ranks:
+            for unit, start, end in (*rank.timeline, *rank.fills):
+                seconds[unit.segment] += end - start
+        return tuple(seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the step over its makespan; 0 in a report that an older version saved."""
+        return sum(rank.tokens for rank in self.ranks) / self.makespan
+
+    def flops_utilization(self, model: ModelShape, peak: float) -> float:
+        """Model FLOP of the step over what the ranks could have computed in it (MFU).
+
+        Counts three forwards of the model, attention with its causal mask, and nothing that recomputation runs again.
+
+        Args:
+            peak: FLOP per second of one rank's device, in the dtype of the products.
+        Raises:
+            ValueError: ``peak`` is not positive, or the shape is unsound.
+        """
+        if not peak > 0:
+            raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
+        schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
+        rows: list[tuple[int, ...]] = [(sum(sizes),)] * schedule.num_microbatches
+        if len(sizes) == schedule._first_cells[-1]:  # a step of rows, which the text of an order does not always say
+            rows = [sizes[a:b] for a, b in pairwise(schedule._first_cells)]
+        pieces = runs_of(rows, schedule.parents, self.ranks[0].siblings)
+        sequences = sum(rank.tokens for rank in self.ranks) / sum(length for _, length in pieces)
+        whole = 3.0 * sequences * sum(model.flops(first, first + length) for first, length in pieces)
+        return whole / (self.makespan * len(self.ranks) * peak)
+
+    def scalars(self) -> dict[str, float]:
+        """Figures for a log, such as TensorBoard's or wandb's, by name.
+
+        They are the seconds of the step, its tokens per second, the bubble, the share of the step that each cause of
+        idle time adds (``"idle/schedule"``), and over the ranks the most bytes of their processes, of their GPUs'
+        tensors and of live units' activations.
+        """
+        mean = mean_idle(self.idle)
+        found = {"seconds": self.makespan, "tokens_per_second": self.tokens_per_second, "bubble": self.bubble}
+        found |= {f"idle/{name}": getattr(mean, name) / self.makespan for name in CAUSES}
+        found["process_peak_bytes"] = float(max(rank.process_peak_bytes for rank in self.ranks))
+        if any(rank.device_peak_bytes for rank in self.ranks):
+            found["device_peak_bytes"] = float(max(rank.device_peak_bytes for rank in self.ranks))
+            found["device_reserved_bytes"] = float(max(rank.device_reserved_bytes for rank in self.ranks))
+        held = [sum(stage.activation_bytes or 0 for stage in rank.stages) for rank in self.ranks]
+        return found | ({"activation_bytes": float(max(held))} if any(held) else {})
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Per rank, the seconds of the makespan in which it is not busy, split into causes."""
+        return idle_of_ranks(self._times)
+
+    @property
+    def advice(self) -> str:
+        """The main cause of idle time in numbers, and what to do about it, in one sentence."""
+        return advice(self._times, self.idle)
+
+    @cached_property
+    def _times(self) -> StepTimes:
+        schedule = self.simulated.schedule
+        first = min(r.timeline[0][1] for r in self.ranks if r.timeline)
+        layers = {stage.stage: stage.attention_layers for rank in self.ranks for stage in rank.stages}
+        return StepTimes(
+            schedule=schedule,
+            units=[list(r._unit_seconds.values()) for r in self.ranks],
+            own=[r._own_seconds for r in self.ranks],
+            late=[max(r.start - first, 0.0) for r in self.ranks],
+            makespan=self.makespan,
+            sizes=self.ranks[0].segment_sizes,
+            layers=tuple(layers[index] for index in sorted(layers)),
+            is_tuned=bool(self.tuning),
+            on_device=all(r.clock == "device" for r in self.ranks),
+        )
+
+    def __str__(self) -> str:
+        rows = [("rank", "busy s", "busy", *CAUSES)]
+        for rank, idle in zip(self.ranks, self.idle, strict=True):
+            busy = self.makespan - idle.total
+            rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        rates = {
+            r.rank: f" at {r.move_out_rate / 1e9:.3g} GB/s out and {r.move_in_rate / 1e9:.3g} back"
+            for r in self.ranks
+            if r.move_out_rate and r.move_in_rate
+        }
+        moves = [
+            f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
+            f"({r.moved_bytes / 2**20:.4g} MiB{rates.get(r.rank, '')}), for which it waited {r.tier:.3g} s"
+            + f"; beside it {r.recomputed_blocks} blocks were computed again" * bool(r.recomputed_blocks)
+            + "\n"
+            for r in self.ranks
+            if r.recomputed_units + r.moved_units + r.recomputed_blocks
+        ]
+        step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
+        ideal = ideal_text(self.makespan, self.idle) + "\n"
+        tuning = f"\n{self.tuning}" * bool(self.tuning)
+        return f"{step}\n{table_text(rows)}{''.join(moves)}{ideal}{self.advice}{tuning}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.
+
+        A unit takes about 100 bytes.
+        """
+        order = self.simulated.schedule
+        line = {"format": FORMAT, "schedule": order.to_text(), "prefetch": order.prefetch}
+        line["ranks"] = json.loads(pack(self.ranks))
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelineReport:
+        """The last report of a file that :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file holds no report, or something else.
+        """
+        *_, last = cls.load_all(path)
+        return last
+
+    @classmethod
+    def load_all(cls, path: str | os.PathLike[str]) -> Iterator[PipelineReport]:
+        """Every report of a file, in the order in which they were saved.
+
+        Raises:
+            ValueError: the file holds no report, or something else.
+        """
+        number = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield _read_line(line)
+                except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+                    raise ValueError(f"{os.fspath(path)}, line {number}: no report of a step: {error}") from error
+        if not number:
+            raise ValueError(f"{os.fspath(path)} holds no report; PipelineReport.save writes one")
+
+
+def _read_line(line: bytes) -> PipelineReport:
+    data = json.loads(line)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f'must be a JSON object whose "format" is {FORMAT!r}; PipelineReport.save writes one')
+    schedule, ranks = Schedule.from_text(data["schedule"]), unpack(json.dumps(data["ranks"]).encode())
+    schedule = schedule.replace(prefetch=data.get("prefetch", 1))  # 1: a file that does not say so is an older one
+    if not isinstance(ranks, tuple) or not all(isinstance(r, Report) for r in ranks):
+        raise ValueError("its ranks are no reports")
+    if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:
+        raise ValueError("its units are not those of its order")
+    return _of_ranks(ranks, schedule)
+
+
+def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Report | PipelineReport:
+    """Reports the last step of a runner; with ``gather`` (an all-gather of objects), that of all ranks."""
+    if runner.last_step is None:
+        raise RuntimeError("there is nothing to report before the first step")
+    own, tuner = _rank_report(runner, runner.last_step), runner.tuner
+    if gather is None:
+        return own
+    joined = _of_ranks(tuple(gather(own)), runner.last_step.order.schedule)
+    return joined if tuner is None else replace(joined, tuning=tuner.text, is_tuned=tuner.has_found)
+
+
+def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
+    """Joins the reports of all ranks into one."""
+    starts = [r.timeline[0][1] for r in ranks if r.timeline]
+    ends = [r.timeline[-1][2] for r in ranks if r.timeline]
+    makespan = max(ends) - min(starts)
+    busy = sum(r.busy for r in ranks)
+    simulated = schedule.simulate(durations=[list(r._unit_seconds.values()) for r in ranks])
+    return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
+
+
+def _rank_report(runner: Any, record: StepRecord) -> Report:
+    pipeline, cache, rank = runner.pipeline, runner.cache, runner.pipeline.rank
+    is_on_gpu, is_cuda = _C.executor_settle(record.order.executor), pipeline.device.type == "cuda"
+    moved = None if pipeline.tier is None else pipeline.tier.step_facts()
+    walked = _C.executor_timeline(record.order.executor, rank)
+    start, seconds = walked[0][2] * 1e-9, (walked[-1][3] - walked[0][2]) * 1e-9
+    spent: dict[str, float] = dict.fromkeys(_C.OPCODES, 0.0)
+    for opcode, (number, *_), first, last in walked:
+        name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # a unit that only waits
+        spent[name] += (last - first) * 1e-9
+    timeline = tuple(
+        (unit_of(unit), first * 1e-9, last * 1e-9) for opcode, unit, first, last in walked if opcode == _RUN
+    )
+    fills = tuple(
+        (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
+    )
+    filled = sum(last - first for _, first, last in fills)
+    layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
+    stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
+    kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
+    schedule, length = record.order.schedule, record.length  # of the longest micro-batch
+    if schedule.parents is not None:  # most tokens of trees that lie in a slot at once
+        _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
+    planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes of a token, of the step's layers
+    slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
+    for number, of_token, grads_of_token in _C.kv_cache_layers(cache):
+        kv_slots, grad_slots = slots[number]
+        planned_kv_bytes += kv_slots * length * of_token
+        planned_grad_bytes += grad_slots * length * grads_of_token
+    places = sum(edge.num_places for edge in edges_of(record.order.program) if edge.destination_rank == rank)
+    return Report(
+        rank=rank,
+        step=record.number,
+        training=record.training,
+        segment_sizes=tuple(record.sizes),
+        siblings=tuple(tuple(record.siblings[0][a:b]) for a, b in pairwise(record.siblings[1])),
+        start=start,
+        seconds=seconds,
+        busy=spent["RUN"] + filled,
+        wait=spent["WAIT"] - filled,
+        send=spent["SEND"],
+        bubble=1.0 - (spent["RUN"] + filled) / seconds if seconds > 0 else 0.0,
+        stages=stages,
+        kv_bytes=kv_bytes,
+        planned_kv_bytes=planned_kv_bytes,
+        grad_bytes=grad_bytes,
+        planned_grad_bytes=planned_grad_bytes,
+        receive_places=places,
+        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        timeline=timeline,
+        fills=fills,
+        edges=pipeline.edges,
+        tier=spent["BACK"],
+        moved_bytes=record.total("moved_bytes"),
+        logit_bytes=record.logit_bytes,
+        recomputed_blocks=record.total("blocks_again"),
+        look_seconds=sum(runner.look_seconds.values()),
+        clock="device" if is_on_gpu else "host",
+        tokens=record.tokens,
+        device_peak_bytes=torch.cuda.max_memory_allocated(pipeline.device) if is_cuda else 0,
+        move_out_rate=0.0 if moved is None or not moved.ns_out else moved.bytes_out / moved.ns_out * 1e9,
+        move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(pipeline.device) if is_cuda else 0,
+    )
+
+
+def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> StageReport:
+    live_units, live_tokens = _C.executor_stage_measure(record.order.executor, stage)
+    planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.order.program, stage)
+    measured = runner.activations.get(stage)
+    tokens = StepMemory(activations=_of_units(record, stage, 1.0))
+    planned = (None, None) if measured is None else _planned_bytes(record, stage, runner.pipeline, measured)
+    return StageReport(
+        stage=stage,
+        peak_live_units=live_units,
+        planned_live_units=planned_units,
+        peak_live_tokens=live_tokens,
+        planned_live_tokens=record.order.schedule.peak_memory(tokens).activations[runner.pipeline.rank],
+        planned_kv_slots=kv_slots,
+        planned_grad_slots=grad_slots,
+        activation_bytes=None if measured is None else measured.peak_saved,
+        planned_activation_bytes=planned[0],
+        gradient_bytes=None if measured is None else measured.peak_gradients,
+        planned_gradient_bytes=planned[1],
+        deferred_weights=record.figures[stage].get("deferred_weights", 0),
+        fused_weights=record.figures[stage].get("fused_weights", 0),
+        trained_weights=runner.stages[stage].trained_weights,
+        attention_layers=layers,
+    )
+
+
+def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
+    """A table of what the units of one stage hold; those of others hold nothing."""
+    schedule = record.order.schedule
+    held: list[Sequence[Any]] = []
+    for index in range(schedule.num_stages):
+        row = [round(per_token * size) * (index == stage) for size in record.sizes]
+        held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
+    return held
+
+
+def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
+    """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
+    of one stage hold."""
+    memory = StepMemory(
+        activations=_of_units(record, stage, measured.saved),
+        kept_activations=_of_units(record, stage, measured.kept),
+        forward_work=_of_units(record, stage, measured.head),
+    )
+    gradients = StepMemory(output_gradients=_of_units(record, stage, measured.gradients))
+    saved, left = (record.order.schedule.peak_memory(held).total[pipeline.rank] for held in (memory, gradients))
+    return saved, left

@@ -1,0 +1,379 @@
+"""Finds an engine's order while it trains: units are measured, orders simulated with their costs, the best ones tried.
+
+The steps are ordinary training steps, under one order or another. All ranks take the same one: rank 0 decides, and
+before each step all compare how far they have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from seq1f1b import ScheduleError
+from seq1f1b.engine.options import Options, first_family
+from seq1f1b.engine.order import Setting, with_options
+from seq1f1b.engine.step import StepRecord
+from seq1f1b.partition import partition_sequence
+from seq1f1b.placement import free_bytes
+from seq1f1b.plan import TunedOrder
+from seq1f1b.report.report import Report
+from seq1f1b.schedule import Costs, build_schedule
+from seq1f1b.seconds import seconds_of, shards_of, spans_of
+from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
+
+__all__: list[str] = []
+
+MEASURED = 2  # steps of each order whose units are measured, after one that is not: it may be new to caches
+ROUNDS = 5  # steps of each order that is tried
+TRIED = 3  # orders, beside the one that the engine began with
+LEAST_GAIN = 0.01  # of the step: by less an order is not better than the one that the engine began with
+MOST_CHANGE = 1.25  # between lengths, for which one order may be the best
+PATIENCE = 10  # steps in a row of other lengths, after which all is measured again
+MOST_UNITS = 8192  # of an order that `auto` builds
+SHORTEST = 32  # tokens of a segment
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of segments
+SEARCHED = 4  # ways to cut a sequence, those whose named orders are the shortest, for which `auto` is asked
+MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # of a search: with four probes
+MEMORY = 0.8  # share of what is free that an order may take beyond the first one
+
+
+class Choice(NamedTuple):
+    """An order, as rank 0 tells the others.
+
+    Attributes:
+        family, options: of :func:`seq1f1b.build_schedule`.
+        fills: whether W runs in waits.
+        balance: 0: segments are cut as the engine was told to; else tokens after which attention has taken as long as
+            all else of a token: segments are cut to equal time by it.
+    """
+
+    family: str
+    options: dict[str, Any]
+    num_segments: int
+    fills: bool = False
+    balance: float = 0.0
+
+    def __str__(self) -> str:
+        whole = " of whole backwards" * (self.options.get("backward") == "whole")
+        count = "1 segment" if self.num_segments == 1 else f"{self.num_segments} segments"
+        balance = " of equal time" * (self.balance > 0)
+        return f"{self.family}{whole}, {count}{balance}" + ", W in waits" * self.fills
+
+
+Figures: TypeAlias = "tuple[Any, ...]"
+"""The figures that one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
+
+Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
+"""Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
+
+
+class Tuner:
+    """The state of the search, the same on every rank.
+
+    Args:
+        first: the setting that the engine began with, a safe one.
+        group: of the ranks.
+        report: this rank's report of the last step.
+    """
+
+    def __init__(
+        self,
+        first: Setting,
+        stages_per_rank: int,
+        *,
+        group: Any,
+        device: torch.device,
+        report: Callable[[], Report],
+    ) -> None:
+        self.first = self.setting = first
+        self._device = device
+        self._told = ""
+        self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
+        self._settings: dict[str, Setting] = {}  # of this search
+        self._reads_units = self._reads_seconds = False
+        self._stamp = 0
+        self._kept: tuple[int, Setting] | None = None  # for a length
+        self._ran = first
+        self._walk = self._begin()
+
+    @property
+    def text(self) -> str:
+        """The order that was found, in words; before, how far the search has come."""
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms is on: nothing is tuned"
+        steps = f"{self._stamp - self._started} of about {self._expected}"
+        return self._told or f"tuning: {steps} steps of training, under one order or another"
+
+    @property
+    def has_found(self) -> bool:
+        """Whether steps run the order that was found."""
+        return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
+
+    def _begin(self) -> Walk:
+        self._told, self._started = "", self._stamp
+        walk = self._search()
+        self._length = self._others = 0
+        self._expected = MOST_STEPS
+        self._take(next(walk))
+        return walk
+
+    def next(self, record: StepRecord | None, length: int) -> Setting:
+        """The setting of the next training step. Collective.
+
+        Args:
+            record: of the last one; None: this rank has none, or it failed.
+            length: tokens of the next one; 0: this rank does not know.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return self.first
+        own = None if record is None else (record.length, self._seconds(record), *self._figures())
+        everyones = self._group.all_gather_object((self._stamp, length, own))
+        measured = [figures for *_, figures in everyones if figures is not None]
+        if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
+            self._stamp = 1 + max(stamp for stamp, *_ in everyones)
+            self._walk = self._begin()
+        elif len(measured) == len(everyones) and self._ran is self.setting:
+            self._stamp += 1
+            self._advance(measured)
+        self._ran = self._fitting(self.setting, max(known for _, known, _ in everyones))
+        return self._ran
+
+    def evaluate(self, length: int) -> Setting:
+        """The setting of an evaluation of so many tokens: that of the last training step where it can cut them."""
+        if torch.are_deterministic_algorithms_enabled():
+            return self.first
+        return self._fitting(self._ran, length)
+
+    def _fitting(self, setting: Setting, length: int) -> Setting:
+        return setting if length >= setting.options.num_segments else self.first
+
+    def _advance(self, measured: list[Figures]) -> None:
+        """Goes on with what a step measured, if it was as long as those before."""
+        length = measured[0][0]
+        is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
+        self._others = 0 if is_alike else self._others + 1
+        if self._others == PATIENCE:
+            self._walk = self._begin()
+        elif is_alike:
+            self._length = self._length or length
+            self._take(self._walk.send(measured))
+
+    def found(self) -> TunedOrder:
+        """The order that is kept. Raises RuntimeError before."""
+        if self._kept is None:
+            raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text}; train on")
+        length, setting = self._kept
+        first, choice = self.first, setting.choice
+        if choice is None:
+            family = first_family(self._stages_per_rank)
+            choice = Choice(family, {}, first.options.num_segments)
+        is_even = choice.balance == 0 and first.options.segment_sizes is None
+        sizes = () if is_even else tuple(setting.options.sizes_of(length))
+        return TunedOrder(choice.family, seq_len=length, segment_sizes=sizes, **self._counts(choice))
+
+    def _seconds(self, record: StepRecord) -> float:
+        """Seconds of a step; 0.0 where nobody asks, for a GPU's are waited for."""
+        return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
+
+    def _figures(self) -> Iterator[Any]:
+        if self._reads_units:
+            report = self._report()
+            yield unit_figures(report)
+            yield [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
+            yield free_bytes(self._device)
+
+    def _take(self, choice: Choice | None) -> None:
+        if choice is self.setting.choice:  # as in every step once an order is kept
+            return
+        name = repr(choice)
+        found = self._settings.get(name)
+        if found is None:
+            found = self.first if choice is None else self.make(choice)
+            self._settings[name] = found
+        self.setting = found
+
+    def make(self, choice: Choice) -> Setting:
+        """The setting of a choice."""
+        first = self.first
+        schedule = build_schedule(choice.family, **self._counts(choice))
+        if schedule.rank_of_stage != first.schedule.rank_of_stage:
+            raise ValueError(f"{choice.family} holds its stages on other ranks")
+        options = self._options(choice)
+        return Setting(with_options(schedule, options, self._device), options, choice)
+
+    def _counts(self, choice: Choice) -> dict[str, Any]:
+        """Arguments of :func:`seq1f1b.build_schedule` for a choice, and fields of a :class:`TunedOrder`."""
+        return {
+            "num_ranks": self.first.schedule.num_ranks,
+            "num_microbatches": self.first.schedule.num_microbatches,
+            "num_segments": choice.num_segments,
+            "stages_per_rank": self._stages_per_rank,
+            "options": choice.options,
+            "weights": "fill" if choice.fills else "planned",
+        }
+
+    def _options(self, choice: Choice) -> Options:
+        sizes = self.first.options.segment_sizes if choice.balance == 0 else equal_time(choice)
+        return replace(self.first.options, num_segments=choice.num_segments, segment_sizes=sizes)
+
+    # -- the search --------------------------------------------------------------------------------------------------
+
+    def _search(self) -> Walk:
+        self._settings.clear()
+        self._reads_units = self._reads_seconds = False
+        yield None
+        measured = yield None
+        length = measured[0][0]
+        self._reads_units = True
+        steps: list[tuple[Setting, list[Figures]]] = []
+        probes = list(self._probes(length))
+        self._expected = 2 + len(probes) * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)
+        for probe in probes:
+            measured = yield probe
+            for _ in range(MEASURED):
+                measured = yield probe
+                steps.append((self.setting, measured))
+        self._reads_units = False
+        decided: tuple[float, list[Any]] = (0.0, [])
+        if steps and self._group.rank == 0:
+            units, most = measured_units(steps)
+            decided = units.fixed, [tuple(choice) for choice in self._candidates(length, units, most, steps)]
+        fixed, choices = self._group.all_gather_object(decided)[0]
+        tried: list[Choice | None] = [None, *(Choice(*choice) for choice in choices)]
+        for choice in tried:
+            yield choice
+        self._reads_seconds = True
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for _ in range(ROUNDS):
+            for choice in tried:
+                measured = yield choice
+                seconds[repr(choice)].append(max(own[1] for own in measured) * length / measured[0][0])
+        self._reads_seconds = False
+        found = {name: median(each) for name, each in seconds.items()}
+        best = min(tried, key=lambda choice: found[repr(choice)])
+        if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
+            best = None
+        words = self._words(best, tried, found, length, self._stamp - self._started)
+        self._told = f"{words}; forward and backward of a unit take {fixed * 1e3:.2g} ms whatever its length"
+        self._take(best)
+        self._kept = length, self.setting
+        while True:
+            yield best
+
+    def _probes(self, length: int) -> Iterator[Choice]:
+        """Orders whose units are measured: whole backwards and split ones, with two lengths of segments."""
+        first = self.first.options.num_segments
+        fewer = max(2, first) if length >= 2 * SHORTEST else 1
+        families = ["seq1f1b", "seq-zb-h1"] if self._stages_per_rank == 1 else ["seq1f1b-interleaved"]
+        for family in families:
+            for num_segments in (fewer, 2 * fewer):
+                choice = Choice(family, {}, num_segments)
+                if num_segments * SHORTEST <= length:
+                    with contextlib.suppress(ValueError):
+                        self.make(choice)
+                        yield choice
+
+    def _candidates(
+        self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
+    ) -> list[Choice]:
+        """The orders that are shortest when simulated with the costs of measured units, the best one first."""
+        _, measured = steps[-1]
+        of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes of a live one
+        first, found = self.first, list[tuple[float, Choice]]()
+        room = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * of_token
+        room += MEMORY * min(own[4] for own in measured) / len(measured)
+
+        def simulate(choices: Iterable[Choice]) -> None:
+            for choice in choices:
+                with contextlib.suppress(ValueError, ScheduleError):
+                    setting = self.make(choice)
+                    sizes = setting.options.sizes_of(length)
+                    if max(setting.schedule.peak_tokens(sizes)) * of_token <= room:
+                        simulated = setting.schedule.simulate(costs_of(units, sizes))
+                        found.append((simulated.makespan, choice))
+            found.sort(key=lambda each: each[0])
+
+        simulate(self._named(length, units, most))
+        cuts = dict.fromkeys((choice.num_segments, choice.balance) for _, choice in found)
+        for num_segments, balance in list(cuts)[:SEARCHED]:
+            simulate(self._found(length, num_segments, balance, units))
+        return [choice for _, choice in found[:TRIED]]
+
+    def _named(self, length: int, units: MeasuredUnits, most: int) -> Iterator[Choice]:
+        """Orders of named families, of every number of segments."""
+        most = max(1, min(length // SHORTEST, 4 * most))
+        own = self.first.options.segment_sizes is not None
+        names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * units.splits
+        if self._stages_per_rank > 1:
+            names = ["seq1f1b-interleaved"] + ["seq-zbv"] * units.splits
+        for k in (k for k in COUNTS if k <= most):
+            for balance in (0.0,) if own or k == 1 or not units.balance else (0.0, units.balance):
+                for name in names:
+                    yield Choice(name, {}, k, False, balance)
+                    if units.splits:
+                        yield Choice(name, {}, k, True, balance)
+
+    def _found(self, length: int, k: int, balance: float, units: MeasuredUnits) -> Iterator[Choice]:
+        """Orders of ``auto`` for the measured costs."""
+        first, v = self.first, self._stages_per_rank
+        if 3 * first.schedule.num_stages * first.schedule.num_microbatches * k > MOST_UNITS:
+            return
+        sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
+        placement = {} if v == 1 else {"placement": "loop"}
+        seconds = seconds_of(units, spans_of(sizes))
+        tables = [seconds.forward, seconds.input, seconds.weight]
+        for backward in ("whole", "split") if units.splits else ("whole",):
+            for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
+                yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
+
+    def _words(
+        self, best: Choice | None, tried: list[Choice | None], found: dict[str, float], length: int, steps: int
+    ) -> str:
+        first = f"the engine's own order ({found[repr(None)]:.4g} s)"
+        others = ", ".join(f"{choice} ({found[repr(choice)]:.4g} s)" for choice in tried if choice not in (None, best))
+        gain = found[repr(None)] / found[repr(best)] - 1
+        what = first if best is None else f"{best} ({found[repr(best)]:.4g} s), {gain:.0%} faster than {first}"
+        return f"tuned for {length} tokens in {steps} steps: {what}" + f"; tried besides: {others}" * bool(others)
+
+
+def equal_time(choice: Choice) -> Callable[[int], list[int]]:
+    """Cuts a sequence of any length into segments that take equal time, by the balance of a choice."""
+
+    def cut(length: int) -> list[int]:
+        pieces = min(length, 1024)
+        costs = [choice.balance + length * (i + 0.5) / pieces for i in range(pieces)]
+        return partition_sequence(length, choice.num_segments, strategy="profiled", costs=costs)
+
+    return cut
+
+
+def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
+    """Seconds of this rank's units by pass, stage and segment, the median of the micro-batches."""
+    alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for (kind, stage, _, segment), seconds in unit_seconds(report).items():
+        alike[kind, stage, segment].append(seconds)
+    return [(*key, median(seconds)) for key, seconds in alike.items()]
+
+
+def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:
+    """Seconds of units of any length, and the most segments that were measured."""
+    found, most = [], 0
+    for setting, measured in steps:
+        spans = spans_of(setting.options.sizes_of(measured[0][0]))
+        most = max(most, len(spans))
+        units = (unit for own in measured for unit in own[2])
+        found += [(kind, stage, spans[segment], seconds) for kind, stage, segment, seconds in units]
+    return MeasuredUnits(terms_of(found)), most
+
+
+def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
+    """Costs of an order of segments of so many tokens."""
+    spans = spans_of(sizes)
+    shards: dict[str, Any] = {**shards_of(units, spans)}
+    return Costs(**seconds_of(units, spans)._asdict(), **shards)

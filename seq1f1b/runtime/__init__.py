@@ -1,1 +1,0 @@
-"""A step on one rank: the engine, its stages, what they measure."""

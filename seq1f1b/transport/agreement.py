@@ -1,0 +1,57 @@
+"""Arguments that all ranks of a pipeline must be given alike, and the error that names those that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__: list[str] = []
+
+
+class Disagreement(ValueError):
+    """The ranks of a pipeline were given different arguments. Every rank raises the same."""
+
+
+def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Raises :class:`Disagreement`, which names the first argument that differs, unless all ranks gave the same."""
+    for name in everyones[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyones):
+            ranks.setdefault(theirs[name][0], []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{everyones[own[0]][name][1]} on rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+                for own in ranks.values()
+            )
+            raise Disagreement(f"{name} differs between the ranks of the pipeline: {values}; give all ranks the same")
+
+
+class Agreement:
+    """Compares what the ranks of a pipeline were given: once, but again after a failure.
+
+    Args:
+        group: of the ranks.
+        own: what this one was given, by name: what is compared, and how an error shows it.
+        beside: what it tells the others, too.
+        check_beside: raises unless what all ranks told fits together.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        own: Mapping[str, tuple[str, str]],
+        beside: Any = None,
+        check_beside: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._group = group
+        self._own, self._beside, self._check_beside = own, beside, check_beside
+        self.checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
+
+    def check(self) -> None:
+        """Raises, on every rank, unless all were given the same. Collective."""
+        if self.checked_in != self._group.epoch:
+            found = self._group.all_gather_object((self._own, self._beside))
+            check_agreement([own for own, _ in found])
+            if self._check_beside is not None:
+                self._check_beside([beside for _, beside in found])
+            self.checked_in = self._group.epoch

@@ -1,0 +1,104 @@
+"""Seconds of units of any length, from those of some that were measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from seq1f1b.seconds import PASSES, SHARD_PASSES, Fit, PassSeconds, ShardSeconds, Span, fit_seconds
+from seq1f1b.unit import Unit
+
+if TYPE_CHECKING:
+    from seq1f1b.report.report import Report
+
+__all__: list[str] = []
+
+Terms: TypeAlias = "dict[tuple[str, int], Fit]"
+"""By pass and stage."""
+
+_ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # of which only the ratios count: what is not measured follows them
+
+
+def unit_seconds(report: Report) -> dict[Unit, float]:
+    """Seconds of each unit of a rank, with the engine's own time around it."""
+    units = report._unit_seconds
+    own = report._own_seconds / max(1, len(units))
+    return {unit: seconds + own for unit, seconds in units.items()}
+
+
+def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
+    """Three numbers of each pass of each stage, from measured units: pass, stage, span and seconds.
+
+    A unit of n tokens whose queries see p keys in all takes a + b n + c p: launches and what else is the same for every
+    unit, products with weights, attention. None of the three is below 0.
+    """
+    samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for kind, stage, span, seconds in measured:
+        samples[kind, stage].append((span.tokens, span.pairs, seconds))
+    return {key: fit_seconds(each) for key, each in samples.items()}
+
+
+class MeasuredUnits:
+    """A source of seconds: whole stages, as they were measured. What was not measured takes as many times as long as
+    ``like`` says as what was.
+
+    Args:
+        terms: of every stage.
+        like: another source for the same stages; None: B takes twice as long as F, of which I and W are a half each.
+
+    Attributes:
+        splits: whether I and W were measured.
+        balance: tokens after which attention has taken as long as all else of a token.
+        fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
+    """
+
+    def __init__(self, terms: Terms, like: Any = None) -> None:
+        self._like = like
+        self.kinds: Sequence[int] = range(1 + max(stage for _, stage in terms) if like is None else len(like.kinds))
+        self._stages = [
+            {name: terms[letter, stage] for letter, name in PASSES.items() if (letter, stage) in terms}
+            for stage in self.kinds
+        ]
+        self._shards = [
+            [fit for (letter, _), fit in terms.items() if letter == SHARD_PASSES[name]] for name in ShardSeconds._fields
+        ]
+        self.splits = any("weight" in fits for fits in self._stages)
+        whole = [fits[name] for fits in self._stages for name in ("forward", "backward") if name in fits]
+        attention = sum(fit.per_pair for fit in whole)
+        self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
+        self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
+
+    def seconds(self, span: Span) -> list[PassSeconds]:
+        """A unit over the span, of each stage."""
+        if self._like is None:
+            return [_measured(fits, span, _ASSUMED) for fits in self._stages]
+        known = self._like.seconds(span)
+        kinds = zip(self._stages, self._like.kinds, strict=True)
+        return [_measured(fits, span, known[kind]) for fits, kind in kinds]
+
+    def shard(self, span: Span) -> ShardSeconds:
+        """The passes of a vocabulary over the ranks: of the mean rank; 0 where there were none."""
+        each = ([fit.seconds(span.tokens, span.pairs) for fit in fits] for fits in self._shards)
+        return ShardSeconds(*(sum(seconds) / max(1, len(seconds)) for seconds in each))
+
+
+def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:
+    """A unit of a stage, of whose passes some were measured."""
+    own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
+    own.setdefault("forward", like.forward)
+    own.setdefault("recompute", _like(own["forward"], like.recompute, like.forward))
+    if "backward" not in own:
+        own["backward"] = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
+    if "weight" not in own:
+        own |= {part: _like(own["backward"], getattr(like, part), like.backward) for part in ("input", "weight")}
+    own.setdefault("input", own["backward"])
+    return PassSeconds(**own)
+
+
+def _like(measured: Any, wanted: Any, known: Any) -> Any:
+    """The wanted seconds, of which the known ones were measured."""
+    is_known = np.greater(known, 0)
+    return np.where(is_known, measured * wanted / np.where(is_known, known, 1.0), wanted)

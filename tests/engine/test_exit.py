@@ -1,0 +1,236 @@
+"""Does a script end cleanly that forgets to close its engine, and one that fails a step and makes a new engine?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scripts import Script, environment
+
+import seq1f1b
+from seq1f1b.testing import run_ranks
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, seq1f1b
+
+def make(transport):
+    return seq1f1b.PipelineEngine(
+        torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(),
+        transport=transport,
+    )
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x, made = torch.randn(4, 8, 4), []
+for transport in ("shm", "c10d"):
+    engine = make(transport)
+    engine.step(x, target=x)
+    try:
+        engine.step(x if rank else "nonsense", target=x)
+        sys.exit("the step did not fail")
+    except (TypeError, seq1f1b.PipelineError):
+        pass
+    engine.close()
+    made.append(make(transport))  # and forgotten
+    made[-1].step(x, target=x)
+print(f"end of rank {rank}")
+"""
+
+
+def environment_of(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank, without its launcher, which imports torch for itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": f"{num_ranks}"}
+    return [{**os.environ, **place, "RANK": f"{rank}"} for rank in range(num_ranks)]
+
+
+def test_every_process_exits_with_0(tmp_path: Path) -> None:
+    """After a failed step, and with engines that nobody has closed, over each transport."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script)], env=environment, text=True, **pipes)
+        for environment in environment_of(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert [out for out, _ in said] == ["end of rank 0\n", "end of rank 1\n"], said
+
+
+def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
+    """Each holds tebibytes of address space: a reference cycle would exhaust it before memory runs short."""
+
+    def address_space() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * 4096
+
+    def run(group) -> None:
+        engine = seq1f1b.PipelineEngine(
+            torch.nn.Linear(4, 4), num_microbatches=2, loss_fn=lambda o, t: (o - t).square().mean(), group=group
+        )
+        engine.step(x, target=x)
+
+    x = torch.randn(4, 8, 4)
+    run_ranks(3, run)  # imports torch's lazy parts, whose frames are garbage in cycles
+    gc.collect()
+    gc.disable()
+    try:
+        before = address_space()
+        for _ in range(3):
+            run_ranks(3, run)
+        assert address_space() - before < 1 << 40
+    finally:
+        gc.enable()
+
+
+LOST = """
+import os, signal, sys, threading, torch, torch.distributed as dist, seq1f1b
+
+what, limits = sys.argv[1], seq1f1b.Limits(step=4.0, first_step=6.0)
+end = threading.Timer(40, os._exit, (9,))  # of a rank that waits for ever
+end.daemon = True
+end.start()
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.barrier()
+if what == "stopped" and rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    engine = seq1f1b.PipelineEngine(
+        torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss,
+        transport="c10d", limits=limits,
+    )
+    x = torch.ones(2, 8, 4)
+    for number in range(1000):
+        engine.eval(x, target=x)
+        if rank == 0 and number == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+except seq1f1b.PipelineError as error:
+    print(error, flush=True)
+    if rank == 2:
+        raise
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(tmp_path: Path, what: str) -> None:
+    """Rank 0 holds the store; it is killed between two steps, or stopped before the engine is made."""
+    script = tmp_path / "script.py"
+    script.write_text(LOST)
+    lost, *others = environment_of(3)
+    first = Script(script, [what], tmp_path, lost)  # forked: how it ends is nobody's question
+    ranks = []
+    try:
+        for environment in others:
+            command = [sys.executable, str(script), what]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            first.send_signal(signal.SIGKILL)
+        first.finish()
+    assert [rank.returncode for rank in ranks] == [3, 1], said
+    assert "rank 0" in said[0][0], said
+    assert "rank 0" in said[1][0] or "lost the launcher's store" in said[1][0], said  # it is no neighbour of rank 0
+
+
+ENDS = """
+import os, socket, sys, time, weakref, torch, torch.distributed as dist, seq1f1b
+import seq1f1b.engine.engine, seq1f1b.transport, torch.nn.parallel
+
+times, *ways = sys.argv[1:]
+torch.set_num_threads(1)
+for way in ways:
+    begun, ranks = time.monotonic(), []
+    for number in range(3 * int(times)):  # runs of three ranks at once; torch is imported once for all
+        if number % 3 == 0:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+        pid = os.fork()
+        if pid == 0:
+            break
+        ranks.append(pid)
+    if pid == 0:
+        break
+    codes = {os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in ranks}
+    print(f"{time.monotonic() - begun:.1f} {codes} {way}", flush=True)
+else:
+    sys.exit()
+rank = number % 3
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", WORLD_SIZE="3", RANK=f"{rank}")
+(seq1f1b if "seq1f1b" in way else dist).init_process_group("gloo")
+if "alone" not in way:
+    engine = seq1f1b.PipelineEngine(
+        torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss,
+        transport="c10d" if "c10d" in way else "shm", attention="unchecked",
+    )
+    x = torch.randn(2, 8, 4)
+    for _ in range(3):
+        engine.step(x, target=x)
+if "ddp" in way:
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    wrapped(torch.randn(2, 4)).sum().backward()
+for _ in range(20):
+    dist.all_reduce(torch.ones(1))
+if "late" in way:  # one of gloo's threads drops a tensor while the script ends
+    mine = torch.ones(1)
+    weakref.finalize(mine, time.sleep, 0.0 if rank else 1.0).atexit = False
+    time.sleep(0.2 if rank else 0.0)
+    work = dist.all_reduce(mine, async_op=rank == 0)
+    del mine, work
+    time.sleep(0.0 if rank else 0.6)
+if "close" in way:
+    engine.close()
+if "destroy" in way:
+    dist.destroy_process_group()
+sys.exit(4)
+"""
+
+
+def ends(folder: Path, times: int, ways: list[str], limit_s: float) -> list[float]:
+    """Seconds of each way to end, run so many times at once: all ranks have ended with their script's own code."""
+    script = folder / "ends.py"
+    script.write_text(ENDS)
+    command = [sys.executable, str(script), str(times), *ways]
+    said = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s)
+    seconds, found = zip(*(line.split(" ", 1) for line in said.stdout.splitlines()), strict=True)
+    assert list(found) == [f"{{4}} {way}" for way in ways], (said.stdout, said.stderr)
+    return [float(each) for each in seconds]
+
+
+def test_a_script_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """While a thread of gloo drops a tensor; the engine closed or not, the group held by DDP or not."""
+    ends(tmp_path, 1, ["late destroy", "late c10d close destroy", "late ddp close destroy"], 120)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_a_hundred_scripts_end_on_a_busy_machine(tmp_path: Path) -> None:
+    """None takes ten seconds longer than the same scripts without an engine."""
+    words = ("torch", "seq1f1b"), ("", " c10d"), ("", " ddp"), ("", " close"), ("", " destroy")
+    ways = ["".join(each) for each in itertools.product(*words)]
+    with contextlib.ExitStack() as busy:
+        for _ in range(8):
+            busy.callback(subprocess.Popen(["sh", "-c", "ulimit -t 1800; while :; do :; done"]).kill)
+        alone = ends(tmp_path, 3, ["torch alone", "torch ddp alone destroy"], 600)
+        seconds = ends(tmp_path, 3, ways, 1800)
+    assert max(seconds) < max(alone) + 10, (alone, list(zip(seconds, ways, strict=True)))

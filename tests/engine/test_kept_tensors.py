@@ -1,0 +1,326 @@
+"""Does a tensor that somebody keeps stay as it was, although messages reuse the memory that it came in?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from slices import slice_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seq1f1b
+from seq1f1b import Limits, Memory, PipelineEngine
+from seq1f1b.testing import run_ranks
+from seq1f1b.transport import group as group_module
+
+HIDDEN, LENGTH, M, K = 4, 24, 4, 6
+
+# -- states that are views of what a stage received ------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[:, -1:],
+    "transposed": lambda x: x.transpose(1, 2)[:, :, -1:].transpose(1, 2),
+    "flattened": lambda x: x.flatten(1)[:, -HIDDEN:].unflatten(1, (1, HIDDEN)),
+    "contiguous": lambda x: x.contiguous()[:, -1:],
+    "cast": lambda x: x.to(torch.float64)[:, -1:],
+    "chunk": lambda x: x.split(1, 1)[-1],
+    "identity": lambda x: nn.Identity()(x)[:, -1:],
+    "dropout": lambda x: nn.Dropout(0.5).eval()(x)[:, -1:],
+    "unbound": lambda x: x.unbind(1)[-1].unsqueeze(1),
+}
+
+
+class Shift(nn.Module):
+    """x[t] + x[t - 1], of which the last row of a segment is carried as a view."""
+
+    def __init__(self, view: str, index: int = 0) -> None:
+        super().__init__()
+        self.view, self.index = VIEWS[view], index
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = seq1f1b.carry_in(self.index, x.new_zeros(x.shape[0], 1, HIDDEN))
+        seq1f1b.carry_out(self.index, self.view(x))
+        return x + torch.cat([before, x[:, :-1]], 1)
+
+
+def whole_losses(stages: list[nn.Module], x: Tensor, target: Tensor) -> list[float]:
+    with torch.no_grad():
+        return [
+            float(F.mse_loss(nn.Sequential(*stages)(a), b)) for a, b in zip(x.chunk(M), target.chunk(M), strict=True)
+        ]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64), torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64)
+
+
+def run_shifts(
+    view: str, schedule: str, num_ranks: int, per_rank: int, order: dict[str, Any] | None = None, **options: Any
+) -> None:
+    torch.manual_seed(0)
+    count = num_ranks * per_rank
+    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), *(Shift(view, i) for i in range(1, count))]
+    x, target = batch()
+    segments = 1 if schedule in ("zbv", "1f1b") else K
+    built = seq1f1b.build_schedule(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=M,
+        num_segments=segments,
+        stages_per_rank=per_rank,
+        **(order or {}),
+    )
+
+    def work(group: Any) -> Any:
+        own = [stages[i] for i, rank in enumerate(built.rank_of_stage) if rank == group.rank]
+        engine = PipelineEngine(
+            own, schedule=built, num_microbatches=M, num_segments=segments, loss_fn=F.mse_loss, group=group, **options
+        )
+        losses = engine.eval(x, target=target)
+        stepped = engine.step(x, target=target)
+        evaluated, outputs = engine.eval(x, target=target, return_outputs=True)
+        return losses, stepped, evaluated, outputs
+
+    found = [result for result in run_ranks(num_ranks, work) if result[0]]
+    assert len(found) == 1
+    expected = whole_losses(stages, x, target)
+    for losses in found[0][:3]:
+        assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(found[0][3], nn.Sequential(*stages)(x), rtol=1e-12, atol=1e-12)
+    weight = stages[0].weight.grad.clone()
+    stages[0].zero_grad()
+    F.mse_loss(nn.Sequential(*stages)(x), target).backward()
+    torch.testing.assert_close(weight, stages[0].weight.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("view", list(VIEWS))
+def test_a_carried_view_of_what_was_received(view: str) -> None:
+    run_shifts(view, "seq1f1b", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "per_rank", "options"),
+    [
+        ("seq1f1b", 3, 1, {}),
+        ("seq1f1b", 2, 1, {"order": {"prefetch": 0}}),
+        ("seq1f1b-interleaved", 2, 2, {}),
+        ("seq-zbv", 2, 2, {}),
+        ("seq-zb-h1", 2, 1, {}),
+        ("gpipe", 2, 1, {}),
+        ("breadth-first", 2, 2, {}),
+        ("seq1f1b", 2, 1, {"memory": Memory(recompute="all")}),
+        ("seq1f1b", 2, 1, {"order": {"weights": "fill"}}),
+    ],
+)  # fmt: skip
+def test_a_carried_view_in_every_placement(schedule: str, num_ranks: int, per_rank: int, options: Any) -> None:
+    run_shifts("slice", schedule, num_ranks, per_rank, **options)
+
+
+# -- what hooks, losses and stages keep ------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A stage with attention that keeps its own input, as a cache of activations does."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.layer = seq1f1b.layer_handle(index)
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.keeps_own = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps_own:
+            self.kept.append((x, x.detach().clone()))
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.out(seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2))
+
+
+def copies(tensors: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(t.detach(), t.detach().clone()) for t in tensors if isinstance(t, Tensor)]
+
+
+def hook_input(module: Keeps) -> None:
+    module.register_forward_pre_hook(lambda m, given: m.kept.extend(copies(given)))
+
+
+def hook_output(module: Keeps) -> None:
+    module.register_forward_hook(lambda m, given, output: module.kept.extend(copies([output, *given])))
+
+
+def hook_input_view(module: Keeps) -> None:
+    module.register_forward_pre_hook(lambda m, given: m.kept.extend(copies([given[0][:, 1:].transpose(1, 2)])))
+
+
+def hook_gradients(module: Keeps) -> None:
+    module.register_full_backward_hook(lambda m, inputs, outputs: module.kept.extend(copies([*inputs, *outputs])))
+
+
+def hook_gradient_itself(module: Keeps) -> None:
+    def keep(m: nn.Module, given: Any) -> None:
+        module.kept.append((given[0], given[0].clone()))
+
+    module.register_full_backward_pre_hook(keep)
+
+
+def hook_inner_gradients(module: Keeps) -> None:
+    for part in (module.qkv, module.out):
+        part.register_full_backward_hook(lambda m, inputs, outputs: module.kept.extend(copies([*inputs, *outputs])))
+
+
+def hook_tensors(module: Keeps) -> None:
+    def keep(gradient: Tensor) -> None:
+        module.kept.extend(copies([gradient]))
+
+    def hook(m: nn.Module, given: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(keep)
+        if given[0].requires_grad:
+            given[0].register_hook(keep)
+
+    module.register_forward_hook(hook)
+
+
+def keep_own(module: Keeps) -> None:
+    module.keeps_own = True
+
+
+HOOKS = [
+    hook_input, hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_inner_gradients,
+    hook_tensors, keep_own,
+]  # fmt: skip
+ORDERS: list[tuple[str, int, Any]] = [
+    ("seq1f1b", 1, {}), ("seq-zbv", 2, {}), ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
+]  # fmt: skip
+GRID = [(*order, hook) for hook in HOOKS for order in ORDERS]
+
+
+@pytest.mark.parametrize(("schedule", "per_rank", "options", "hook"), slice_of(GRID, GRID[::2]))
+def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_rank: int, options: Any) -> None:
+    torch.manual_seed(0)
+    stages = [Keeps(i) for i in range(2 * per_rank)]
+    x = torch.randn(M, LENGTH, HIDDEN)
+    built = seq1f1b.build_schedule(schedule, num_ranks=2, num_microbatches=M, num_segments=K, stages_per_rank=per_rank)
+
+    def work(group: Any) -> None:
+        own = [stages[i] for i, rank in enumerate(built.rank_of_stage) if rank == group.rank]
+        engine = PipelineEngine(
+            own, schedule=built, num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group, **options
+        )
+        engine.step(x, target=x)
+        for stage in own:  # a hook that comes later than the first step, and stays for two steps and evaluations
+            hook(stage)
+        for _ in range(2):
+            engine.step(x, target=x)
+            engine.eval(x, target=x)
+
+    run_ranks(2, work)
+    kept = [pair for stage in stages for pair in stage.kept]
+    assert len(kept) >= 2 * M * K
+    assert [index for index, (tensor, copy) in enumerate(kept) if not torch.equal(tensor, copy)] == []
+
+
+def test_what_a_loss_keeps_stays() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        kept.append((output.detach(), output.detach().clone()))
+        return F.mse_loss(output, target)
+
+    x = torch.randn(M, LENGTH, HIDDEN)
+
+    def work(group: Any) -> None:
+        stage = nn.Linear(HIDDEN, HIDDEN) if group.rank == 0 else nn.Identity()
+        engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=group)
+        engine.eval(x, target=x)
+        engine.step(x, target=x)
+
+    run_ranks(2, work)
+    assert len(kept) >= 2 * M * K
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+
+
+def test_losses_that_are_views_of_messages_stay() -> None:
+    x = torch.randn(M, LENGTH, 1)
+
+    def work(group: Any) -> Any:
+        engine = PipelineEngine(
+            nn.Identity(), num_microbatches=M, num_segments=1, loss_fn=lambda y, _: y[0, 0, 0], group=group
+        )
+        return engine.eval(x, target=x)
+
+    assert [float(loss) for loss in run_ranks(2, work)[-1]] == [float(row[0, 0]) for row in x]
+
+
+def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    leave = group_module.leave_place
+
+    def counting(views: Any) -> bool:
+        found.append(leave(views))
+        return found[-1]
+
+    monkeypatch.setattr("seq1f1b.engine.pipeline.leave_place", counting)
+    stages = [Keeps(0), Keeps(1)]
+    x = torch.randn(M, LENGTH, HIDDEN)
+
+    def work(group: Any) -> None:
+        filled = partial(seq1f1b.build_schedule, "seq1f1b", weights="fill")
+        for options in ({}, {"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"}, {"schedule": filled}):
+            engine = PipelineEngine(
+                stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group, **options
+            )
+            for _ in range(2):
+                engine.step(x, target=x)
+                engine.eval(x, target=x)
+            engine.all_gather_object(None)
+
+    run_ranks(2, work)
+    assert len(found) > 100
+    assert not any(found)
+
+
+def test_without_swapping_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch before 2.12."""
+    monkeypatch.setattr(group_module, "_SWAPS", False)
+    run_shifts("slice", "seq1f1b", 2, 1)
+
+
+def transports(rank: int, world: int, transport: str) -> None:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift("slice")]
+    x, target = batch()
+    expected = whole_losses(stages, x, target)
+    kept: list[tuple[Tensor, Tensor]] = []
+    stages[rank].register_full_backward_hook(lambda m, inputs, outputs: kept.extend(copies(outputs)))
+    stages[rank].register_forward_pre_hook(lambda m, given: kept.extend(copies(given)))
+    engine = PipelineEngine(
+        stages[rank],
+        num_microbatches=M,
+        num_segments=K,
+        loss_fn=F.mse_loss,
+        transport=transport,
+        limits=Limits(step=30),
+        attention="unchecked",  # a look would call the hooks, too
+    )
+    for _ in range(2):
+        engine.step(x, target=target)
+        losses = engine.eval(x, target=target)
+    if rank == 1:
+        assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-12)
+    assert len(kept) == 6 * M * K
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+    engine.close()
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_between_processes(transport: str) -> None:
+    run_processes(2, transports, transport)

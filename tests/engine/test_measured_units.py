@@ -1,0 +1,69 @@
+"""Do measured units tell the seconds of others, and follow another source where nothing was measured?"""
+
+from __future__ import annotations
+
+import pytest
+
+from seq1f1b.seconds import Fit, PassSeconds, ShardSeconds, Span, pairs_of, seconds_of, shards_of, spans_of
+from seq1f1b.unit_times import MeasuredUnits, terms_of
+
+SPAN = Span(10, 55.0, 10)
+
+
+class Known:
+    """Two stages of one kind: F 1, I 3, W 5, B 7, R 0.5 for each token."""
+
+    kinds = (0, 0)
+
+    def seconds(self, span: Span) -> list[PassSeconds]:
+        return [PassSeconds(*(each * span.tokens for each in (1.0, 3.0, 5.0, 7.0, 0.5)))]
+
+    def shard(self, span: Span) -> ShardSeconds:
+        return ShardSeconds(1.0, 2.0, 3.0, 4.0)
+
+
+def fits(**floors: float) -> dict[tuple[str, int], Fit]:
+    """Units of these passes, of stage 0, that take so long whatever their length."""
+    return {(letter, 0): Fit(floor, 0.0, 0.0, 0.0) for letter, floor in floors.items()}
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ({"F": 2.0, "I": 4.0, "W": 6.0, "B": 9.0, "R": 1.0}, (2.0, 4.0, 6.0, 9.0, 1.0)),
+        ({"F": 2.0, "I": 4.0, "W": 6.0}, (2.0, 4.0, 6.0, 10.0, 1.0)),  # B is their sum, R half of F
+        ({"F": 2.0, "B": 14.0}, (2.0, 6.0, 10.0, 14.0, 1.0)),  # I and W, 3 / 7 and 5 / 7 of B
+        ({}, (10.0, 30.0, 50.0, 70.0, 5.0)),
+    ],
+)
+def test_what_was_not_measured_follows_the_other_source(
+    measured: dict[str, float], expected: tuple[float, ...]
+) -> None:
+    first, second = MeasuredUnits(fits(**measured), Known()).seconds(SPAN)
+    assert first == pytest.approx(expected) and second == Known().seconds(SPAN)[0]
+
+
+def test_without_another_source_i_and_w_are_halves_of_b() -> None:
+    units = MeasuredUnits(fits(F=2.0, B=14.0))
+    assert units.seconds(SPAN) == [(2.0, 7.0, 7.0, 14.0, 2.0)] and not units.splits
+    assert (units.fixed, units.balance) == (16.0, 0.0)
+    assert MeasuredUnits(fits(F=2.0, B=14.0, I=8.0, W=7.0)).splits
+
+
+def test_fitted_units_tell_those_of_another_length() -> None:
+    """Floor 1, 2 for a token, 3 for a pair; shards take what the mean rank does."""
+    found: list[tuple[str, int, Span, float]] = []
+    for span in spans_of([8, 4, 2, 1, 9]):
+        for stage in (0, 1):
+            found.append(("F", stage, span, 1.0 + 2.0 * span.tokens + 3.0 * span.pairs))
+            found.append(("S", stage, span, (1.0 + stage) * span.tokens))
+    units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
+    assert [span.pairs for span in spans] == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
+    assert seconds_of(units, spans).forward == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
+    shards = shards_of(units, spans)
+    assert shards["statistics"] == [pytest.approx([7.5, 10.5])] * 2 and shards["embed"] == [[0.0, 0.0]] * 2
+
+
+def test_stages_of_one_kind_share_their_list() -> None:
+    found = seconds_of(Known(), spans_of([3, 4]))
+    assert found.weight == [[15.0, 20.0]] * 2 and found.weight[0] is found.weight[1]

@@ -1,0 +1,372 @@
+"""Do units that run twice and save once give the gradients of the whole model, and hold as little as is planned?"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from order_runs import CONFIG, LENGTH, SIZES, run_order
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import seq1f1b
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b.attention.unit import current
+from seq1f1b.engine.recompute import digest
+from seq1f1b.testing import run_ranks
+
+
+def engine_of(stage, group=None, **options):
+    """An engine that recomputes all units of two micro-batches in two segments, unless told otherwise."""
+    given = {"num_microbatches": 2, "num_segments": 2, "loss_fn": squares, "memory": Memory(recompute="all")}
+    return PipelineEngine(stage, group=group, **(given | options))
+
+
+def squares(output, target):
+    return (output.float() if output.dtype == torch.bfloat16 else output).sub(target).square().mean()
+
+
+def test_which_units() -> None:
+    """By a callable; a unit that the schedule recomputes itself is recomputed in any case."""
+    given = Schedule.from_text("F0.0 R0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0")
+    tokens, target = batch(CONFIG, 1, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 1)[1]
+    _, gradients, reports = run_order(
+        model, given, tokens, target, memory=Memory(recompute=lambda unit: unit.segment == 1 and unit.stage == 1)
+    )
+    assert [[str(unit) for unit, _, _ in r.timeline] for r in reports] == [
+        ["F0.0", "R0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "R0.1", "B0.1", "B0.0"]
+    ]  # fmt: skip
+    assert gradient_error(gradients, truth) <= 1e-10
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_measured_bytes_fall_as_planned() -> None:
+    """One of 8 units is held at a time; keys and values stay. Eight times the tokens fit where one did."""
+    found = {}
+    for recompute in ("none", "all"):
+        schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2, recompute=recompute)
+        tokens, target = batch(CONFIG, 4, 16)
+        _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target)
+        for report in reports:
+            [stage] = report.stages
+            assert stage.activation_bytes == stage.planned_activation_bytes
+            assert stage.peak_live_units == stage.planned_live_units == (8 if recompute == "none" else 1)
+            assert report.recomputed_units == (0 if recompute == "none" else 8)
+        found[recompute] = [(r.stages[0].activation_bytes, r.kv_bytes) for r in reports]
+    for (kept, kv), (recomputed, kv_recomputed) in zip(*found.values(), strict=True):
+        assert kept == 8 * recomputed > 0 and kv == kv_recomputed
+
+
+def test_graphs_that_a_head_and_a_split_backward_leave() -> None:
+    schedule = build_schedule("seq-zb-h1", num_ranks=2, num_microbatches=3, num_segments=2, recompute="all")
+    tokens, target = batch(CONFIG, 3, 16)
+    _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target)
+    for report in reports:
+        [stage] = report.stages
+        assert 0 < stage.activation_bytes <= stage.planned_activation_bytes
+        assert 0 < stage.gradient_bytes <= stage.planned_gradient_bytes
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Notes by unit what it has made each time."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.made = stage, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.dropout(self.stage(x), 0.4, training=self.training)
+        unit = current()
+        self.made.setdefault((unit.microbatch, unit.segment), []).append(y.detach().clone())
+        return y
+
+
+def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    stage = Dropping(stage_of(whole_model(CONFIG), CONFIG, rank, num_stages))
+    sizes, memory = {"num_segments": 3, "segment_sizes": [1, 7, 5]}, Memory(recompute=recompute)
+    options = {"num_microbatches": 3, "loss_fn": cross_entropy, "attention": "unchecked"} | sizes
+    engine = engine_of(stage, group, memory=memory, **options)
+    torch.manual_seed(7)
+    engine.all_gather_object(None)  # ranks that are threads have one generator: nobody draws before all have seeded it
+    losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
+    engine.all_gather_object(None)
+    after = torch.rand(3)
+    engine.close()
+    return stage, losses, [p.grad for p in stage.parameters()], after
+
+
+def test_dropout_is_bit_equal() -> None:
+    """Both ways draw the same numbers, also afterwards."""
+    _, *kept = with_dropout(LoopbackGroup(1)[0], "none")
+    stage, *recomputed = with_dropout(LoopbackGroup(1)[0], "all")
+    for a, b in zip(itertools.chain(*kept), itertools.chain(*recomputed), strict=True):
+        assert torch.equal(a, b)
+    made = list(stage.made.values())
+    assert all(torch.equal(first, again) for each in made for first, again in (each[:2], each[2:]))
+    assert not torch.equal(made[0][0], made[0][2]), "another step draws other numbers"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
+    """F runs another graph than R, and both draw the same."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.5))
+    inner.compile(backend=backend)
+    stage = Dropping(inner)
+    engine = engine_of(stage, attention="unchecked")
+    engine.step(torch.randn(4, 12, 16), target=torch.zeros(4, 12, 16))
+    assert all(torch.equal(first, again) for first, again in stage.made.values())
+
+
+def test_dropout_of_ranks_that_are_threads() -> None:
+    """They share a generator, so nobody may draw while another is in its forward."""
+
+    def run(group):
+        return with_dropout(group, "all", group.rank, 3)[0].made
+
+    for made in run_ranks(3, run):
+        assert all(torch.equal(first, again) for each in made.values() for first, again in (each[:2], each[2:]))
+
+
+# -- with other things -------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_verification_and_checkpointing_are_as_before() -> None:
+    config = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=2, checkpoint=True)
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    losses, truth = run_whole(model, tokens, target, 2)
+    stage = copy.deepcopy(model)
+    engine = engine_of(stage, num_segments=3, segment_sizes=SIZES[3], loss_fn=cross_entropy)
+    stage.zero_grad()
+    engine.step(tokens, target=target)
+    assert gradient_error({n: p.grad for n, p in engine.named_parameters()}, truth) <= 1e-10
+    torch.testing.assert_close(engine.eval(tokens, target=target), losses, rtol=1e-12, atol=0)
+    assert engine.report().recomputed_units == 0
+    assert engine.verify(tokens, target=target, show=False).ok
+
+
+def test_gradients_of_inputs_and_keyword_arguments() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x).sin() * scale
+
+    x, scale = torch.randn(4, 6, 5).double(), torch.randn(5).double()
+    for frozen in (False, True):
+        stage = Scaled(5, 5).double().requires_grad_(not frozen)
+        found = []
+        for recompute in ("none", "all"):
+            inputs, factor = x.clone().requires_grad_(), scale.clone().requires_grad_()
+            stage.zero_grad()
+            engine = engine_of(stage, arg_rules={"scale": "replicate"}, memory=Memory(recompute=recompute))
+            engine.step(inputs, target=torch.zeros(4, 6, 5).double(), kwargs={"scale": factor})
+            found.append([inputs.grad, factor.grad, *(p.grad for p in stage.parameters() if not frozen)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Pair(nn.Module):
+    """Hands on a constant and an integer beside its hidden state."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.linear, self.is_last = nn.Linear(4, 4), index == num_stages - 1
+        self.register_buffer("constant", torch.ones(1, 1, 4))
+
+    def forward(self, x: Tensor, constant: Tensor | None = None, count: Tensor | None = None):
+        x = self.linear(x).tanh()
+        if constant is not None:
+            x = x * constant * (count.sum() + 1)
+        if self.is_last:
+            return x
+        return x, self.constant.expand(x.shape[0], x.shape[1], 4), torch.ones(x.shape[0], x.shape[1], dtype=torch.long)
+
+
+def test_outputs_without_a_gradient_beside_one_with() -> None:
+    found = []
+    torch.manual_seed(0)
+    stages = [Pair(index, 3).double() for index in range(3)]
+    for recompute in ("none", "all"):
+
+        def run(group, recompute=recompute):
+            stage = copy.deepcopy(stages[group.rank])
+            engine = engine_of(stage, group, memory=Memory(recompute=recompute))
+            engine.step(torch.linspace(0, 1, 64).double().view(4, 4, 4), target=torch.zeros(4, 4, 4).double())
+            assert not stage.constant.requires_grad
+            return [p.grad for p in stage.parameters()]
+
+        found.append([g for own in run_ranks(3, run) for g in own])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast(tmp_path: Path) -> None:
+    """R makes the gradient of a weight that autocast has cast in F, where nothing records (pytorch#158232)."""
+    found = []
+    for memory in (Memory(), Memory(recompute="all"), Memory(offload=tmp_path)):
+        torch.manual_seed(0)
+        stage = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        engine = engine_of(stage, schedule="seq-zb-h1", num_microbatches=4, memory=memory)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = engine.step(torch.linspace(-1, 1, 4096).view(8, 32, 16), target=torch.zeros(8, 32, 16))
+        report = engine.report()
+        assert (report.recomputed_units > 0, report.moved_bytes > 0) == (
+            memory.recompute == "all",
+            bool(memory.offload),
+        )
+        found.append([*losses, *(p.grad for p in stage.parameters())])
+    for own in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], own, strict=True))
+
+
+def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None:
+    """At most 2 per code and grad mode, over uneven segments: F has gradients off, R has them on."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, 23)
+    _, truth = run_whole(model, tokens, target, 2)
+    stage = stage_of(model, CONFIG, 0, 1)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in stage.blocks.values():
+        block.compile(fullgraph=True, backend=counter)
+    engine = engine_of(stage, num_segments=4, segment_sizes=[9, 2, 5, 7], loss_fn=cross_entropy)
+    counts = []
+    for step in (1, 2):
+        engine.step(tokens, target=target)
+        found = {name: p.grad for name, p in stage.named_parameters()}
+        assert gradient_error(found, {name: step * g for name, g in truth.items()}) <= 1e-10
+        counts.append(counter.frame_count)
+    assert counts[0] <= 4 and counts[1] == counts[0]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Raises where gradients are on, in one unit; so in its R."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.at = stage, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = current()
+        if torch.is_grad_enabled() and self.at == (unit.microbatch, unit.segment):
+            raise ValueError("no such token")
+        return self.stage(x)
+
+
+def test_an_r_that_fails_is_named_and_the_next_step_works() -> None:
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    _, truth = run_whole(model, tokens, target, 2)
+
+    def run(group):
+        stage = Failing(stage_of(model, CONFIG, group.rank, 2))
+        engine = engine_of(stage, group, loss_fn=cross_entropy)
+        engine.step(tokens, target=target)
+        stage.at = (1, 0) if group.rank == 1 else None
+        error = ValueError if group.rank == 1 else PipelineError
+        with pytest.raises(error, match=r"\[1\]R1.0: (ValueError: )?no such token"):
+            engine.step(tokens, target=target)
+        stage.at = None
+        stage.zero_grad()
+        engine.step(tokens, target=target)
+        return {name.removeprefix("stage."): p.grad for name, p in engine.named_parameters()}
+
+    found = {name: g for own in run_ranks(2, run) for name, g in own.items()}
+    assert gradient_error(found, truth) <= 1e-10
+
+
+class Counting(nn.Linear):
+    """Counts in what it carried in; adds a loss that has a graph also where gradients are off."""
+
+    in_place = leaves_once = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = seq1f1b.carry_in(0, torch.zeros(1))
+        if self.in_place:
+            count += x.shape[1]
+        with torch.enable_grad():
+            y = super().forward(x)
+            seq1f1b.add_loss(y.square().mean())
+        if not (self.leaves_once and y.requires_grad and torch.is_grad_enabled()):
+            seq1f1b.carry_out(0, count.detach() + x.shape[1])
+        return y
+
+
+def step_of_counting(recompute: str, **flags: bool) -> Tensor:
+    torch.manual_seed(0)
+    stage = Counting(3, 3)
+    stage.__dict__.update(flags)
+    options = {"num_microbatches": 1, "num_segments": 3, "loss_fn": lambda o, t: o.sin().mean()}
+    engine = engine_of(stage, memory=Memory(recompute=recompute), **options)
+    engine.step(torch.linspace(-1, 1, 36).view(2, 6, 3), target=torch.zeros(2, 6))
+    return stage.weight.grad
+
+
+def test_auxiliary_losses_with_a_graph_of_their_own_count_once() -> None:
+    assert torch.equal(step_of_counting("none"), step_of_counting("all"))
+
+
+def test_a_carried_state_that_is_changed_or_left_out_is_told() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"\[0\]F0.1: the stage has changed its input, or a state that it carried in"
+    ):
+        step_of_counting("all", in_place=True)
+    with pytest.raises(RuntimeError, match=r"\[0\]R0.2: stage 0 has carried out states \[\] in R, and \[0\] in F"):
+        step_of_counting("all", leaves_once=True)
+
+
+class Drawing(nn.Linear):
+    """Multiplies by a number that is none of torch's."""
+
+    draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5) * (1.0 + random.random() if self.draws else 1.0)
+
+
+def test_a_stage_that_does_something_else_in_r_is_told() -> None:
+    options = {"num_microbatches": 1, "loss_fn": lambda o, t: o.mean()}
+    inputs, target = torch.randn(2, 4, 3), torch.zeros(2, 4)
+    engine = engine_of(Drawing(3, 3), **options, memory=Memory("all", check=True))
+    with pytest.raises(RuntimeError, match=r"\[0\]R0.1: stage 0 has computed something else in R0.1 than in its F"):
+        engine.step(inputs, target=target)
+    engine_of(Drawing(3, 3), **options, memory=Memory("all")).step(inputs, target=target)  # nobody asked
+    stage = Drawing(3, 3)
+    stage.draws = False
+    engine = engine_of(stage, **options, memory=Memory("all", check=True))
+    for length in (4, 4, 3):
+        engine.step(inputs[:, :length], target=target[:, :length])
+    stage.draws = True
+    engine.step(inputs, target=target)  # a length that was compared is not compared again
+    with pytest.raises(RuntimeError, match="has computed something else"):
+        engine.step(inputs[:, :2], target=target[:, :2])
+
+
+def test_a_digest_tells_bits_and_their_places_apart() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    same = digest([x])
+    assert digest([x.clone()]) == same == digest([x.t().contiguous().t()])
+    for other in (x + 1e-6 * (x == 5), x.flip(0), x.view(4, 3), x.double(), x.roll(1, 1)):
+        assert digest([other]) != same
+    assert digest([torch.tensor(float("nan"))]) == digest([torch.tensor(float("nan"))])

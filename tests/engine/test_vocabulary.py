@@ -1,0 +1,531 @@
+"""Does a vocabulary that lies on all ranks give the whole model's losses and gradients, and say what it cannot do?"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from order_runs import (
+    CONFIG,
+    LENGTH,
+    SIZES,
+    embedding_of,
+    head_of,
+    join_rows,
+    last_without_head,
+    run_order,
+)  # fmt: skip
+from orders import random_order
+from processes import PipedProcesses, join_and_run
+from slices import full_only
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, whole_model
+from torch import nn
+
+from seq1f1b import (
+    Costs,
+    LoopbackGroup,
+    Loss,
+    Memory,
+    PipelineEngine,
+    Schedule,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    build_schedule,
+)
+from seq1f1b.testing import run_ranks
+
+
+def engine_of(model, group, P, k, *, config=CONFIG, head=None, embedding=None, **options):
+    """One stage of P for each rank; micro-batches by the schedule, or two."""
+    stage = last_without_head(model, config, group.rank, P)
+    if embedding is not None and group.rank == 0:
+        stage.embedding = nn.Identity()
+    head = head_of(model, group.rank, P) if head is None else head
+    options = {"num_microbatches": 2, "num_segments": k} | options
+    return PipelineEngine(stage, loss_fn=head, embedding=embedding, group=group, **options)
+
+
+def orders_with_both(count):
+    """Random orders that go back, with S and T where random durations put them."""
+    rng, found = random.Random(5), []
+    while len(found) < count:
+        order = random_order(rng)
+        if any(unit.kind in "BI" for units in order.ranks for unit in units):
+            seconds = {name: rng.choice((0.1, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
+            found.append(order.spread_vocabulary(rng.randint(0, 3), Costs(**seconds), embedding=True))
+    return found
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "seq-zbv", *full_only(("gpipe",), ("seq-zb-h1",))])
+def test_beside_units_that_move(tmp_path, name):
+    """Moved, recomputed and kept units under one order with S, T, E and G: the bits of the order without moves."""
+    config = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8)  # storages large enough to move
+    model, (tokens, target) = whole_model(config), batch(config, 16, LENGTH)
+    v = 2 if name == "seq-zbv" else 1
+    counts = {"num_ranks": 2, "num_microbatches": 4, "num_segments": 3, "stages_per_rank": v}
+    schedule = build_schedule(name, **counts, weights="fill")
+    options = {"config": config, "head": {}, "embeds": True, "sizes": SIZES[3], "steps": 2}
+    memory = Memory(recompute=lambda unit: unit.microbatch == 1)
+    kept = run_order(model, schedule, tokens, target, **options, memory=memory)
+    memory = dataclasses.replace(memory, offload=tmp_path, units=lambda unit: unit.microbatch != 2)
+    moved = run_order(model, schedule, tokens, target, **options, memory=memory)
+    assert all(torch.equal(a, b) for a, b in zip(kept[0], moved[0], strict=True))
+    assert kept[1].keys() == moved[1].keys() and all(torch.equal(g, moved[1][name]) for name, g in kept[1].items())
+    for report in moved[2]:
+        kinds = {(unit.kind, unit.microbatch) for unit, _, _ in report.timeline}
+        assert ("R", 1) in kinds and not {("O", 1), ("O", 2)} & kinds and {"S", "T", "E", "G"} <= {k for k, _ in kinds}
+    assert sum(report.moved_bytes for report in moved[2]) > 0
+    truth = run_whole(model, tokens, target, 4)
+    steps = {name: g / 2 for name, g in moved[1].items()}
+    assert gradient_error(steps, truth[1]) <= 1e-10
+
+
+@pytest.mark.parametrize("order", orders_with_both(10), ids=str)
+def test_the_engine_runs_the_order_as_it_is(order):
+    tokens, target = batch(CONFIG, order.num_microbatches, LENGTH)
+    model, sizes = whole_model(CONFIG), SIZES[order.num_segments]
+    truth = run_whole(model, tokens, target, order.num_microbatches)[1]
+    _, gradients, reports = run_order(model, order, tokens, target, sizes=sizes, head={}, embeds=True)
+    assert gradient_error(gradients, truth) <= 1e-10
+    for rank, (report, units) in enumerate(zip(reports, order.ranks, strict=True)):
+        assert tuple(unit for unit, _, _ in report.timeline) == units
+        live = most = 0
+        for unit in units:
+            live += sizes[unit.segment] * {"S": 1, "T": -1}.get(unit.kind, 0)
+            most = max(most, live)
+        rows = len(range(rank, CONFIG.vocab, order.num_ranks))
+        assert report.logit_bytes == 2 * most * rows * 8, "two sequences of float64"
+
+
+# -- targets and losses ------------------------------------------------------------------------------------------------
+
+
+def test_ignored_segments_and_microbatches():
+    """A segment, and a whole micro-batch, without a counted target: their gradients are zero, and never NaN."""
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    target[:2] = -100
+    target[2:4, :7] = -100
+    model = whole_model(CONFIG)
+    M = 3
+    losses = []
+    for x, y in list(zip(tokens.chunk(M), target.chunk(M), strict=True))[1:]:
+        loss = cross_entropy(model(x), y)
+        (loss / M).backward()
+        losses.append(loss.detach())
+    truth = {name: p.grad.clone() for name, p in model.named_parameters()}
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=3, num_segments=4)
+    found, gradients, _ = run_order(model, schedule, tokens, target, head={})
+    assert gradient_error(gradients, truth) <= 1e-10
+    assert found[0] == 0 and max(abs(float(a - b)) for a, b in zip(found[1:], losses, strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.3, 1e-1)])
+def test_label_smoothing_and_z_loss(label_smoothing, z_loss):
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = []
+    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
+        logits, y = model(x).flatten(0, 1), y.flatten()
+        loss = F.cross_entropy(logits, y, label_smoothing=label_smoothing)
+        loss = loss + z_loss * torch.logsumexp(logits, 1)[y != -100].square().mean()
+        (loss / 2).backward()
+        truth.append(loss.detach())
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=2)
+    head = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head=head)
+    assert gradient_error(gradients, expected) <= 1e-10
+    assert max(abs(float(a - b)) for a, b in zip(losses, truth, strict=True)) <= 1e-12
+    alone = head_of(model, 0, 1, **head)
+    hidden = model.norm(
+        nn.Sequential(*model.blocks.values())(model.embedding(tokens[:2]) + model.position.weight[:LENGTH])
+    )
+    assert abs(float(alone(hidden, target[:2]).detach() - truth[0])) <= 1e-12
+
+
+def test_sums_and_weights_of_a_step():
+    """A summed loss, and gradients that a given number divides."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)
+    counts = [int((y != -100).sum()) for y in target.chunk(2)]
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3)
+    loss = Loss(reduction="sum", scale_grads=False)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head={}, loss=loss)
+    assert max(abs(float(a) - n * float(b)) for a, b, n in zip(losses, truth[0], counts, strict=True)) <= 1e-10
+    model.zero_grad()
+    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+    assert gradient_error(gradients, {name: p.grad for name, p in model.named_parameters()}) <= 1e-10
+
+
+def test_large_logits_and_16_bit():
+    """Logits of 10^3 overflow no exponential. In bf16 the error is less than twice that of the whole model in bf16."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=2)
+    model = whole_model(CONFIG)
+    with torch.no_grad():
+        model.head.weight *= 1e3
+    truth = run_whole(model, tokens, target, 2)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head={})
+    assert gradient_error(gradients, truth[1]) <= 1e-10 and float(losses[0]) > 100
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)[1]
+    model = whole_model(CONFIG, torch.bfloat16)
+    whole = gradient_error({n: g.float() for n, g in run_whole(model, tokens, target, 2)[1].items()}, truth)
+    model.zero_grad()
+    _, gradients, _ = run_order(model, schedule, tokens, target, head={})
+    assert gradient_error({n: g.float() for n, g in gradients.items()}, truth) < 2 * whole
+
+
+def test_autocast():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG, torch.float32)
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
+    exact = run_whole(model, tokens, target, 2)[1]
+
+    def error(gradients):  # of all together: the worst parameter's is a matter of chance where gradients nearly cancel
+        pairs = [(gradients[name].flatten(), truth.flatten()) for name, truth in exact.items()]
+        found, truth = map(torch.cat, zip(*pairs, strict=True))
+        return float((found - truth).norm() / truth.norm())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = error(run_whole(model, tokens, target, 2)[1])
+        model.zero_grad()
+        _, gradients, _ = run_order(model, schedule, tokens, target, head={})
+    assert 1e-4 < error(gradients) < 1.5 * whole, "bf16 products, gradients of float32 parameters"
+    assert {g.dtype for g in gradients.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_verify(k):
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG, torch.float32)
+
+    def run_rank(group):
+        engine = engine_of(model, group, 2, k)
+        return engine.verify(tokens, target=target if engine.has_last else None, show=False)
+
+    for found in run_ranks(2, run_rank):
+        assert found.ok and {f"shard {rank}: head.weight" for rank in (0, 1)} < found.parameters.keys(), found
+
+
+def test_outputs_are_hidden_states():
+    tokens, _ = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+
+    def run_rank(group):
+        return engine_of(model, group, 2, 2).eval(tokens, return_outputs=True)
+
+    losses, outputs = run_ranks(2, run_rank)[1]
+    with torch.no_grad():
+        logits = torch.cat([head_of(model, rank, 2)(outputs) for rank in range(2)], -1)
+        assert torch.allclose(logits, model(tokens), rtol=0, atol=1e-12)
+    assert losses == []
+
+
+# -- the embedding -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_that_is_the_head():
+    """One parameter on each rank: no messages, and the sum of both gradients."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    model.head.weight = model.embedding.weight
+    truth = run_whole(model, tokens, target, 2)
+
+    def run_rank(group):
+        head, embedding = head_of(model, group.rank, 3), embedding_of(model, group.rank, 3)
+        head.linear.weight = embedding.layer.weight
+        engine = engine_of(model, group, 3, 3, head=head, embedding=embedding)
+        goal = target if engine.has_last else None
+        found = engine.verify(tokens, target=goal, show=False)
+        assert found.ok, found
+        losses = engine.step(tokens, target=goal)
+        norm = engine.clip_grad_norm_(1e9)
+        return losses, {name: p.grad for name, p in engine.named_parameters()}, float(norm), len(engine.edges)
+
+    results = run_ranks(3, run_rank)
+    gradients = join_rows([own for _, own, *_ in results])
+    assert "head.weight" not in gradients
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    norm = float(torch.stack([g.norm() for g in truth[1].values()]).norm())
+    assert all(found == pytest.approx(norm, rel=1e-12) for _, _, found, _ in results)
+
+
+def test_a_frozen_embedding_gets_no_gradient():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)[1]
+
+    def run_rank(group):
+        embedding = embedding_of(model, group.rank, 2).requires_grad_(False)
+        engine = engine_of(model, group, 2, 2, embedding=embedding)
+        engine.step(tokens, target=target if engine.has_last else None)
+        assert embedding.layer.weight.grad is None
+        return {name: p.grad for name, p in engine.named_parameters() if p.requires_grad}
+
+    gradients = join_rows(run_ranks(2, run_rank))
+    del truth["embedding.weight"]
+    assert gradient_error(gradients, truth) <= 1e-10
+
+
+def test_inputs_that_no_embedding_takes():
+    def engine_of(**options):
+        return PipelineEngine(
+            nn.Linear(4, 4),
+            num_microbatches=1,
+            loss_fn=lambda y, target: y.square().mean(),
+            group=LoopbackGroup(1)[0],
+            embedding=VocabularyParallelEmbedding(9, 4),
+            **options,
+        )
+
+    tokens = torch.tensor([[1, 2, 9]])
+    with pytest.raises(ValueError, match=r"inputs hold 9, must be in 0\.\.8"):
+        engine_of().step(tokens, target=tokens)
+    with pytest.raises(TypeError, match="inputs must be one tensor of token numbers"):
+        engine_of().step(torch.zeros(1, 3), target=tokens)
+    with pytest.raises(ValueError, match="inputs are needed on every rank: the embedding is spread"):
+        engine_of().step(None, target=tokens)
+    with pytest.raises(TypeError, match="embedding must be a VocabularyParallelEmbedding, got Embedding"):
+        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, embedding=nn.Embedding(4, 4), group=LoopbackGroup(1)[0])
+    spread = Schedule.from_text("E0.0 F0.0 B0.0 G0.0")
+    with pytest.raises(ValueError, match="the order spreads the vocabulary over the ranks: give embedding=Vocabulary"):
+        PipelineEngine(nn.Linear(4, 4), schedule=spread, num_microbatches=1, group=LoopbackGroup(1)[0])
+
+
+# -- ranks that are processes ------------------------------------------------------------------------------------------
+
+
+def join(store, world, rank):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def in_processes(world, folder, fn, *arguments):
+    with PipedProcesses(world, join_and_run, partial(join, str(folder / "store"), world), fn, *arguments) as ranks:
+        return [ranks.result(rank) for rank in range(world)]
+
+
+def step_in_process(rank, pipe, transport):
+    """Losses and gradients of two steps, the second after one that failed on every rank."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    stage = last_without_head(model, CONFIG, rank, 3)
+    if rank == 0:
+        stage.embedding = nn.Identity()
+    engine = PipelineEngine(
+        stage,
+        num_microbatches=2,
+        num_segments=3,
+        loss_fn=head_of(model, rank, 3),
+        embedding=embedding_of(model, rank, 3),
+        transport=transport,
+    )
+    goal = target if engine.has_last else None
+    engine.step(tokens, target=goal)
+    wrong = target.clone()
+    wrong[3, 5] = CONFIG.vocab
+    try:
+        engine.step(tokens, target=wrong if engine.has_last else None)
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    for parameter in engine.parameters():
+        parameter.grad = None
+    losses = engine.step(tokens, target=goal)
+    norm = engine.clip_grad_norm_(1e9)
+    gradients = {name: p.grad.numpy() for name, p in engine.named_parameters()}
+    edges = {edge.transport for edge in engine.edges}
+    engine.close()
+    return [float(loss) for loss in losses], gradients, float(norm), message, edges
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_processes(tmp_path, transport):
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    truth = run_whole(model, tokens, target, 2)
+    results = in_processes(3, tmp_path, step_in_process, transport)
+    gradients = join_rows([{n: torch.from_numpy(g) for n, g in own.items()} for _, own, *_ in results])
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    assert results[2][0] == pytest.approx([float(loss) for loss in truth[0]], abs=1e-12)
+    whole_norm = torch.stack([g.norm() for g in truth[1].values()]).norm()
+    for _, _, norm, message, edges in results:
+        assert norm == pytest.approx(float(whole_norm), rel=1e-12)
+        assert "the target holds 17, must be in 0..16" in message
+        assert edges == {transport}
+
+
+# -- losses of tokens --------------------------------------------------------------------------------------------------
+
+
+def clipped(log_probs, target):
+    """The loss of a policy where old log-probabilities are given, else log-probabilities themselves."""
+    if "old" not in target:
+        return log_probs
+    gains = torch.stack([(log_probs - target["old"]).exp() + x for x in (0, target["pairs"].sum(-1))])
+    return -gains.amin(0) * target["weights"]
+
+
+def labels_of(config):
+    """Tokens, and what they have as targets: no label counts in the second segment of the first micro-batch."""
+    tokens, labels = batch(config, 2, LENGTH)
+    rng = torch.Generator().manual_seed(2)
+    labels = labels.masked_fill(torch.rand(labels.shape, generator=rng) < 0.3, -100)
+    labels[: len(labels) // 2, 5:9] = -100
+    old, weights = torch.randn(2, *labels.shape, generator=rng).double()
+    pairs = torch.randn(*labels.shape, 2, generator=rng).double()
+    return tokens, {"labels": labels, "old": old, "weights": weights * (labels != -100), "pairs": pairs}
+
+
+@pytest.mark.parametrize(("P", "name", "recompute"), [(2, "seq1f1b", "all"), (3, "seq-zb-h1", "none")])
+def test_a_loss_of_tokens(P, name, recompute):
+    """Values and gradients are those of the whole model's log-probabilities, whatever ranks hold the words; without a
+    target that counts, values are zeros of that shape."""
+    config = dataclasses.replace(CONFIG, layers=P)
+    (tokens, target), model = labels_of(config), whole_model(config)
+    labels, nothing = target["labels"], {"labels": torch.full_like(target["labels"], -100)}
+    losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+    log_probs = -losses.detach()
+    truth = clipped(-losses, target)
+    total = (labels != -100).view(2, -1).sum(1)
+    sum(row.sum() / count / 2 for row, count in zip(truth.chunk(2), total, strict=True)).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    def work(group):
+        head = head_of(model, group.rank, P, token_loss=clipped, per_token=["old", "weights", "pairs"])
+        options = {"segment_sizes": [5, 4, 4], "memory": Memory(recompute=recompute)}
+        engine = engine_of(model, group, P, 3, config=config, head=head, schedule=name, **options)
+        found = engine.eval(tokens, target={"labels": labels}), engine.step(tokens, target=target)
+        gradients = {name: p.grad.clone() for name, p in engine.named_parameters()}
+        verified = engine.verify(tokens, target=target, show=False).ok
+        return *found, engine.eval(tokens, target=nothing), gradients, verified
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no target of this step is counted")
+        results = run_ranks(P, work)
+    *found, _, verified = results[-1]
+    for own, values in zip(found, (log_probs, truth.detach(), torch.zeros_like(log_probs)), strict=True):
+        torch.testing.assert_close(torch.cat(own), values, rtol=0, atol=1e-12)
+    assert gradient_error(join_rows([own for *_, own, _ in results]), wanted) <= 1e-10
+    assert verified
+
+
+def test_losses_of_tokens_that_cannot_be():
+    with pytest.raises(ValueError, match="label_smoothing and z_loss must be 0"):
+        VocabularyParallelHead(4, 9, token_loss=clipped, z_loss=0.1)
+    with pytest.raises(ValueError, match=r"per_token is \['old'\], must be a list of names for token_loss"):
+        VocabularyParallelHead(4, 9, per_token=["old"])
+    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    heads = {
+        r"a dict of \['labels'\], and cross entropy takes labels alone: give .* token_loss=": ({"labels": y}, {}),
+        r"a dict of \['labels', 'new'\], must hold 'labels', .* per_token=\('old',\) names": (
+            {"labels": y, "new": y},
+            {"token_loss": clipped, "per_token": ["old"]},
+        ),
+        r"'old' of the target must have a value for each label, \(1, 3\)": (
+            {"labels": y, "old": y[:, 0]},
+            {"token_loss": clipped, "per_token": ["old"]},
+        ),
+        r"must return one value per token, \(1, 3\), got \(\)": (y, {"token_loss": lambda given, _: given.sum()}),
+        "returned values that do not require grad": (y, {"token_loss": lambda given, _: given.detach()}),
+    }
+    for message, (target, options) in heads.items():
+        with pytest.raises(ValueError, match=message):
+            engine_with(VocabularyParallelHead(4, 9, **options)).step(x, target=target)
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_heads_that_cannot_be():
+    with pytest.raises(ValueError, match=r"a vocabulary of 3 rows of 8 has none for each of 4 ranks"):
+        VocabularyParallelHead(8, 3, rank=0, num_ranks=4)
+    with pytest.raises(ValueError, match=r"rank is 4, must be in 0\.\.3"):
+        VocabularyParallelHead(8, 30, rank=4, num_ranks=4)
+    with pytest.raises(ValueError, match=r"label_smoothing is 2, must be in 0\.\.1"):
+        VocabularyParallelHead(8, 30, label_smoothing=2)
+    with pytest.raises(ValueError, match="z_loss is -1, must be at least 0"):
+        VocabularyParallelHead(8, 30, z_loss=-1)
+    head = VocabularyParallelHead(8, 30, rank=1, num_ranks=4)
+    assert (head.rows, head.linear.out_features) == (slice(8, 16), 8)
+    with pytest.raises(
+        RuntimeError, match="a shard of the vocabulary has no loss of its own: give it to PipelineEngine"
+    ):
+        head(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"the weight is \(29, 8\), must be \(30, 8\)"):
+        head.load_whole(torch.zeros(29, 8))
+
+
+def engine_with(loss_fn, schedule="seq1f1b"):
+    group = LoopbackGroup(1)[0]
+    return PipelineEngine(nn.Linear(4, 4), schedule=schedule, num_microbatches=2, loss_fn=loss_fn, group=group)
+
+
+def test_engines_that_cannot_be():
+    with pytest.raises(ValueError, match=r"holds shard 1 of 2, on rank 0 of 1 .*: make it with rank=0, num_ranks=1"):
+        engine_with(VocabularyParallelHead(4, 9, rank=1, num_ranks=2))
+    spread = Schedule.from_text("F0.0 F1.0 S0.0 S1.0 T0.0 T1.0 B0.0 B1.0")
+    with pytest.raises(ValueError, match=r"the order spreads the vocabulary .*: give loss_fn=VocabularyParallelHead"):
+        engine_with(cross_entropy, spread)
+    engine = engine_with(VocabularyParallelHead(5, 9))
+    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"must return the hidden state, \(\.\.\., 5\), .*; it returned \(1, 3, 4\)"):
+        engine.step(x, target=y)
+    engine = engine_with(VocabularyParallelHead(4, 9))
+    with pytest.raises(ValueError, match=r"the target is \(1, 2\), must be whole numbers of the shape \(1, 3\)"):
+        engine.step(x, target=y[:, :2])
+
+
+def make_differing(rank, pipe, options):
+    head = VocabularyParallelHead(4, 9, **options[rank]) if options[rank] is not None else cross_entropy
+    try:
+        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, loss_fn=head)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (({}, {"z_loss": 0.5}), "z_loss=0.0"),
+        (({}, None), "no VocabularyParallelHead on rank 1"),
+    ],
+)
+def test_ranks_that_differ(tmp_path, options, shown):
+    for message in in_processes(2, tmp_path, make_differing, options):
+        assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
+
+
+def test_the_engine_runs_a_plan_with_its_vocabulary_over_the_ranks(tmp_path):
+    """The plan's file places S, T, E and G; losses are those of the whole model."""
+    from seq1f1b import ModelShape
+    from seq1f1b.planning.hardware import load_hardware
+    from seq1f1b.planning.search import search_plans
+
+    config = Config()
+    shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
+    counts = {"seq_len": 16, "num_ranks": 2, "num_microbatches": 4, "within": 1e9, "best": 100}
+    some = {"names": ["seq1f1b"], "segments": [4], "stages_per_rank": [1], "inside": ["none"]}
+    machine = dataclasses.replace(load_hardware("a100"), unit_overhead=0.0, launch=1e-9)  # the head is what takes long
+    plans = search_plans(shape, machine, **counts, **some).plans
+    plan = next(plan for plan in plans if plan.layout.vocabulary == "ranks")
+    plan.save(tmp_path / "plan.json")
+    model = whole_model(config)
+    tokens, target = batch(config, 4, 16, size=1)
+
+    def run(group):
+        options = {"num_microbatches": None, "schedule": tmp_path / "plan.json", "loss": Loss(weight="microbatches")}
+        engine = engine_of(model, group, 2, 1, config=config, embedding=embedding_of(model, group.rank, 2), **options)
+        assert engine.schedule == plan.build() and {"S", "T", "E", "G"} <= engine.schedule.kinds
+        return engine.step(tokens, target=target)
+
+    _, losses = run_ranks(2, run)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
