@@ -594,4 +594,6 @@ def build_schedule(
     schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule = schedule.replace(costs=costs_of_options(options))
-    return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)
+    schedule = schedule.replace(prefetch=prefetch, weights=weights)
+    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
+    return schedule if offload_units == "none" else schedule.offload(offload_units)

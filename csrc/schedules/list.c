@@ -374,6 +374,18 @@ static s1f_status create_lister(lister *l)
     return S1F_OK;
 }
 
+/* Whether the rule walks as one before it does: W that take no time are never put off, and a limit may be the cap. */
+static int is_repeated(const lister *l)
+{
+    const s1f_problem *p = l->problem;
+    int is_below = l->rule.limit == 0, has_weights = !l->rule.may_delay_w;
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        is_below |= limit_of(l, rank) < p->cap_bytes[rank];
+    for (int32_t i = WEIGHT * p->shape.num_stages * l->units.num_cells; i < l->units.num_units; i++)
+        has_weights |= l->units.seconds[i] > 0;
+    return !is_below || !has_weights;
+}
+
 s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
 {
     lister l = {.problem = problem, .search = search, .units = *s1f_search_units_of(search)};
@@ -384,7 +396,8 @@ s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
                         .is_patient = i / NUM_PREFERENCES % 2,
                         .may_delay_w = i / NUM_PREFERENCES / 2 % 2,
                         .limit = i / NUM_PREFERENCES / 4};
-        walk(&l);
+        if (!is_repeated(&l))
+            walk(&l);
         num_listed += l.units.num_units;
         status = s1f_check_interrupted();
     }
