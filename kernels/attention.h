@@ -19,7 +19,7 @@
 #define S1F_ATTENTION_H
 
 #include "../csrc/core/dtype.h"
-#include "../csrc/core/key_range.h"
+#include "../csrc/core/key_ranges.h"
 #include "../csrc/core/status.h"
 #include "strides.h"
 

@@ -2,7 +2,7 @@
 #include "binding.h"
 
 #include "../core/check.h"
-#include "../core/rows.h"
+#include "../core/key_ranges.h"
 #include "../core/schedule.h"
 #include "../core/table.h"
 #include "../core/transform.h"

@@ -1,6 +1,7 @@
 /* check.c - holds an order to the rules of check.h. */
 #include "check.h"
 
+#include "pool.h"
 #include "walk.h"
 
 #include <stdio.h>
@@ -382,25 +383,19 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
                .shape = s1f_schedule_shape(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
     t.num_cells = t.shape.num_stages * s1f_num_cells(&t.shape);
-    int64_t num_units, total = 0, num_products = 0;
+    int64_t num_units, total = 0;
     for (int32_t rank = 0; rank < t.shape.num_ranks; rank++) {
         units_of(&t, rank, &num_units);
         total += num_units;
     }
     if (total < t.num_cells)
         return fail_too_few(&t, total);
+    s1f_pool pool = {0};
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        num_products += s1f_shape_makes(&t.shape, (s1f_product)product);
-    int64_t *numbers = calloc((size_t)(t.num_cells * num_products), sizeof *numbers), *next = numbers;
-    if (numbers == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)(t.num_cells * num_products));
-    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        if (s1f_shape_makes(&t.shape, (s1f_product)product)) {
-            t.number_of[product] = next;
-            next += t.num_cells;
-        }
-
-    s1f_status status = s1f_schedule_full_shape(schedule, &t.shape);
+        if (s1f_shape_makes(&t.shape, (s1f_product)product))
+            t.number_of[product] = s1f_pool_take(&pool, (size_t)t.num_cells, sizeof(int64_t));
+    s1f_status status = pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)total)
+                                      : s1f_schedule_full_shape(schedule, &t.shape);
     t.lifetimes = s1f_lifetimes_of(&t.shape);
     if (status == S1F_OK)
         status = fill_once(&t);
@@ -416,7 +411,7 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
         status = check_no_cycle(&t);
     if (status == S1F_OK && max_live_units > 0)
         status = check_live_units(&t, max_live_units);
-    free(numbers);
+    s1f_pool_free(&pool);
     if (status == S1F_OK)
         s1f_schedule_note_checked(schedule);
     return status;

@@ -23,6 +23,12 @@ typedef struct {
     int32_t *place;      /* [number]: the receive buffer that it comes into */
 } s1f_edge;
 
+/* The lower of the two stages that an edge joins. */
+static inline int32_t s1f_edge_boundary(const s1f_edge *edge)
+{
+    return edge->source_stage < edge->destination_stage ? edge->source_stage : edge->destination_stage;
+}
+
 typedef struct { /* edges, in ascending order; borrowed from s1f_edges */
     const int32_t *edges;
     int32_t count;

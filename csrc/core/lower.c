@@ -10,7 +10,6 @@
 #include "check.h"
 #include "walk.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -198,10 +197,8 @@ static const double unit_seconds[S1F_MAX_PASSES] = {
 
 static double latency_of(const lower_walk *w, int32_t edge)
 {
-    const s1f_edge *e = &w->l->program->edges->edges[edge];
-    return w->given->latency == NULL
-               ? 0
-               : w->given->latency[e->source_stage < e->destination_stage ? e->source_stage : e->destination_stage];
+    const double *latency = w->given->latency;
+    return latency == NULL ? 0 : latency[s1f_edge_boundary(&w->l->program->edges->edges[edge])];
 }
 
 static void run_in_time(void *context, const s1f_stand *at)
@@ -217,8 +214,7 @@ static void run_in_time(void *context, const s1f_stand *at)
         now = comes > now ? comes : now;
     }
     if (seconds != NULL)
-        seconds += ((int64_t)at->unit->pass * shape->num_stages + at->unit->stage) * s1f_num_columns(shape) +
-                   s1f_column(shape, *at->unit);
+        seconds += at->unit->pass * s1f_table_count(shape, S1F_PER_CELL) + s1f_column_of_all(shape, *at->unit);
     w->now[at->rank] = now + (seconds != NULL ? *seconds : unit_seconds[at->unit->pass]);
 }
 
@@ -252,40 +248,28 @@ static int64_t most_at_once(const lower_walk *w, int32_t edge)
 
 static s1f_status check_seconds(const s1f_shape *shape, const s1f_places *places)
 {
-    int64_t count = s1f_num_passes * shape->num_stages * s1f_num_columns(shape);
-    for (int64_t i = 0; places->seconds != NULL && i < count; i++)
-        if (!(places->seconds[i] >= 0) || !isfinite(places->seconds[i]))
-            return s1f_fail(S1F_ERR_ARG,
-                            "the seconds by which places are counted hold %g, must be finite and at least "
-                            "0",
-                            places->seconds[i]);
-    for (int32_t s = 0; places->latency != NULL && s + 1 < shape->num_stages; s++)
-        if (!(places->latency[s] >= 0) || !isfinite(places->latency[s]))
-            return s1f_fail(S1F_ERR_ARG, "the latency by which places are counted is %g, must be finite and at least 0",
-                            places->latency[s]);
-    return S1F_OK;
+    S1F_TRY(s1f_require_seconds("the seconds by which places are counted hold", places->seconds,
+                                s1f_num_passes * s1f_table_count(shape, S1F_PER_CELL)));
+    return s1f_require_seconds("the latency by which places are counted is", places->latency,
+                               s1f_table_count(shape, S1F_PER_PAIR));
 }
 
 /* Runs all ranks against each other with places for all messages, and gives each edge those that were in use. With them
  * the run is the same, but for units that take no time: such a unit frees a place in the moment in which the next
  * message is sent, though it may wait for that very message. */
-static s1f_status give_by_time(const lowering *l, const s1f_places *places)
+static s1f_status give_by_time(lowering *l, const s1f_places *places)
 {
     int32_t num_ranks = l->program->shape.num_ranks;
     const s1f_edges *edges = l->program->edges;
     size_t num_messages = (size_t)edges->num_edges * (size_t)l->num_cells;
     lower_walk w = {.l = l, .given = places};
-    s1f_pool pool = {0};
     S1F_TRY(check_seconds(&l->program->shape, places));
+    w.now = s1f_pool_take(&l->pool, (size_t)num_ranks, sizeof *w.now);
+    w.sent = s1f_pool_take(&l->pool, num_messages, sizeof *w.sent);
+    w.freed = s1f_pool_take(&l->pool, num_messages, sizeof *w.freed);
+    if (l->pool.is_short)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to run %d ranks against each other in time", (int)num_ranks);
     S1F_TRY(s1f_walk_create(edges, &l->program->shape, &w.walk));
-    w.now = s1f_pool_take(&pool, (size_t)num_ranks, sizeof *w.now);
-    w.sent = s1f_pool_take(&pool, num_messages, sizeof *w.sent);
-    w.freed = s1f_pool_take(&pool, num_messages, sizeof *w.freed);
-    s1f_status status = S1F_OK;
-    if (pool.is_short) {
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %d ranks against each other in time", (int)num_ranks);
-        goto done;
-    }
     for (int32_t rank = 0; rank < num_ranks; rank++)
         s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
     s1f_walk_ready_all(&w.walk);
@@ -293,17 +277,14 @@ static s1f_status give_by_time(const lowering *l, const s1f_places *places)
         s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], time_rules, &w);
     for (int32_t e = 0; e < edges->num_edges; e++)
         give_at_least(&l->program->edges->edges[e], most_at_once(&w, e));
-
-done:
-    s1f_pool_free(&pool);
     s1f_walk_free(&w.walk);
-    return status;
+    return S1F_OK;
 }
 
 /* How many places break every cycle depends on how many there are at first, and fewer may come to more on one edge. So
  * that more are never slower, they are found with one place beyond those that are needed: where there are to be more,
  * these are kept; where there is to be none, no edge gets more than it has then. */
-static s1f_status give_places(const lowering *l, const s1f_places *places)
+static s1f_status give_places(lowering *l, const s1f_places *places)
 {
     s1f_edge *edges = l->program->edges->edges;
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)

@@ -24,5 +24,6 @@ _Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_TREES, "every bit has it
 int s1f_option_is_given(const s1f_options *options, int option)
 {
     static const char nothing[sizeof options->costs];
-    return memcmp(s1f_option_field(options, option), nothing, s1f_option_table[option].bytes) != 0;
+    const s1f_option *row = &s1f_option_table[option];
+    return memcmp((const char *)options + row->offset, nothing, row->bytes) != 0;
 }

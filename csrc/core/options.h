@@ -88,11 +88,6 @@ typedef struct {
 } s1f_option;
 extern const s1f_option s1f_option_table[S1F_NUM_OPTIONS];
 
-/* The field of an option. */
-static inline const void *s1f_option_field(const s1f_options *options, int option)
-{
-    return (const char *)options + s1f_option_table[option].offset;
-}
 /* Whether an option is given. */
 int s1f_option_is_given(const s1f_options *options, int option);
 

@@ -59,27 +59,17 @@ void s1f_program_free(s1f_program *program)
     free(program);
 }
 
-s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,
-                                 s1f_late_weight **out, int64_t *count)
+int64_t s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units, s1f_pool *pool,
+                              s1f_late_weight **out)
 {
-    int64_t cells = s1f_num_cells(shape);
-    int64_t *ready = malloc((size_t)(shape->num_stages * cells) * sizeof *ready);
-    s1f_late_weight *weights = malloc(((size_t)num_units + 1) * sizeof *weights);
-    if (ready == NULL || weights == NULL) {
-        free(ready);
-        free(weights);
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the weight gradients of %lld units", (long long)num_units);
-    }
-    *count = 0;
-    for (int64_t i = 0; i < num_units; i++) {
-        int64_t cell = units[i].stage * cells + s1f_cell(shape, units[i]);
-        int makes_input = s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT);
-        if (makes_input)
+    int64_t count = 0, *ready = s1f_pool_take(pool, (size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *ready);
+    s1f_late_weight *weights = *out = s1f_pool_take(pool, (size_t)num_units, sizeof *weights);
+    for (int64_t i = 0; !pool->is_short && i < num_units; i++) {
+        int64_t cell = s1f_cell_of_all(shape, units[i]);
+        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT))
             ready[cell] = i;
         else if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_WEIGHT_GRADIENT))
-            weights[(*count)++] = (s1f_late_weight){ready[cell], i};
+            weights[count++] = (s1f_late_weight){ready[cell], i};
     }
-    free(ready);
-    *out = weights;
-    return S1F_OK;
+    return count;
 }

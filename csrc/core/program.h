@@ -74,8 +74,9 @@ typedef struct {   /* W of a unit whose backward is split: numbers in the order 
     int64_t run;   /* of itself */
 } s1f_late_weight;
 
-/* All of one rank's order, which keeps the rules, in the order of their W. *out: free(). S1F_ERR_MEMORY. */
-s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,
-                                 s1f_late_weight **out, int64_t *count);
+/* All of one rank's order, which keeps the rules, in the order of their W; returns how many. *out is the pool's, which
+ * may be short afterwards. */
+int64_t s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units, s1f_pool *pool,
+                              s1f_late_weight **out);
 
 #endif

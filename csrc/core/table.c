@@ -1,6 +1,8 @@
 /* table.c - counts of tables, and seconds that stand in for others. */
 #include "table.h"
 
+#include <math.h>
+
 int64_t s1f_table_count(const s1f_shape *shape, s1f_per per)
 {
     switch (per) {
@@ -11,6 +13,14 @@ int64_t s1f_table_count(const s1f_shape *shape, s1f_per per)
     case S1F_PER_CELL: return shape->num_stages * s1f_num_columns(shape);
     }
     return 0;
+}
+
+s1f_status s1f_require_seconds(const char *what, const double *seconds, int64_t count)
+{
+    for (int64_t i = 0; seconds != NULL && i < count; i++)
+        if (!(seconds[i] >= 0) || !isfinite(seconds[i]))
+            return s1f_fail(S1F_ERR_ARG, "%s %g, must be finite and at least 0", what, seconds[i]);
+    return S1F_OK;
 }
 
 s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count)

@@ -16,9 +16,17 @@ static inline int64_t s1f_num_columns(const s1f_shape *shape)
 {
     return shape->first_cell == NULL ? shape->num_segments : s1f_num_cells(shape);
 }
+/* Number of a unit's value among those of all stages. */
+static inline int64_t s1f_column_of_all(const s1f_shape *shape, s1f_unit unit)
+{
+    return unit.stage * s1f_num_columns(shape) + s1f_column(shape, unit);
+}
 
 /* How many values there are. */
 int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
+
+/* S1F_ERR_ARG unless all of them, none where NULL, are finite and at least 0. what: "the latency of a transfer is". */
+s1f_status s1f_require_seconds(const char *what, const double *seconds, int64_t count);
 
 /* Seconds of passes, each [stage][column], that stand in for those not given: W is half of B, I the rest of it, R as F;
  * a pass that is neither stays as it is. given: their bits. S1F_ERR_ARG: W is more than B. */

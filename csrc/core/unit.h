@@ -70,6 +70,11 @@ static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
     return s1f_pass_products(pass) >> product & 1;
 }
+/* The first product that a pass makes: of F, I and W it is their place in tables of these three. */
+static inline s1f_product s1f_first_product(int32_t pass)
+{
+    return (s1f_product)__builtin_ctz(s1f_pass_products(pass));
+}
 /* Whether an order that does not go back has the pass, too. */
 int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back

@@ -86,11 +86,6 @@ static double of_edge(const walk *w, const double *values, int32_t edge)
     return values == NULL ? 0 : values[s1f_edge_boundary(&w->edges[edge])];
 }
 
-static double lesser(double a, double b)
-{
-    return a < b ? a : b;
-}
-
 /* The latest end of a unit whose result leaves on this edge, if its rank may be through with that at `through`. */
 static double walk_back_over_send(walk *w, int32_t edge, int64_t column, double through)
 {
@@ -98,9 +93,9 @@ static double walk_back_over_send(walk *w, int32_t edge, int64_t column, double 
     double scale = s1f_message_scale(w->program, w->costs, edge, number);
     double latency = scale * of_edge(w, w->costs->latency, edge);
     double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[column];
-    double passed = lesser(w->latest_arrival[message(w, edge, number)] - latency, w->latest_transfer[edge]);
+    double passed = fmin(w->latest_arrival[message(w, edge, number)] - latency, w->latest_transfer[edge]);
     w->latest_transfer[edge] = passed - scale * (bytes * of_edge(w, w->costs->seconds_per_byte, edge));
-    double latest_end = lesser(through, w->latest_transfer[edge]) - w->costs->send;
+    double latest_end = fmin(through, w->latest_transfer[edge]) - w->costs->send;
     w->latest_credit[message(w, edge, number)] = latest_end;
     return latest_end;
 }
@@ -115,14 +110,14 @@ static void walk_back_over(walk *w, int32_t rank)
         int64_t last = message(w, e, w->num_posted[e] - 1);
         if (w->num_posted[e] > 0 && w->granter[last] == unit.i) {
             w->num_posted[e]--;
-            latest_end = lesser(latest_end, w->latest_credit[last]);
+            latest_end = fmin(latest_end, w->latest_credit[last]);
         }
     }
     int64_t column = s1f_column(&w->program->shape, *unit_at(w, unit));
     for (int32_t j = uses->out.count - 1; j >= 0; j--)
         latest_end = walk_back_over_send(w, uses->out.edges[j], column, latest_end);
     double start = w->simulation->start[rank][unit.i], end = w->simulation->end[rank][unit.i];
-    latest_end = lesser(latest_end, w->simulation->makespan);
+    latest_end = fmin(latest_end, w->simulation->makespan);
     w->latest_start[rank] = latest_end - (end - start);
     w->simulation->slack[rank][unit.i] = latest_end > end ? latest_end - end : 0; /* below 0 by rounding */
     for (int32_t j = 0; j < uses->in.count; j++) {

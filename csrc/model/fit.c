@@ -11,8 +11,8 @@ typedef struct {
     s1f_byte_tables bytes;
     unsigned char *kinds;
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
-    int64_t *heap;                     /* cells that could give up, the one with the latest backward first */
-    int64_t heap_size, held;
+    int64_t *queue;                    /* cells that could give up, in the order of their backwards */
+    int64_t num_queued, held;
     double tier_busy;    /* seconds that the rank's tier has been given */
     const double *start; /* of the rank's units */
 } walker;
@@ -29,22 +29,16 @@ static s1f_unit unit_of(const walker *w, int64_t cell)
 }
 
 /* What a pass takes, or frees, in a cell of this kind. */
-static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
-{
-    unit.pass = (int32_t)pass;
-    return s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind);
-}
-
 static int64_t taken_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
-    uint32_t takes = lifetimes_of(w, unit, pass, kind).takes;
-    return s1f_taken_bytes(&w->bytes, takes, unit);
+    unit.pass = (int32_t)pass;
+    return s1f_taken_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).takes, unit);
 }
 
 static int64_t freed_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
-    uint32_t frees = lifetimes_of(w, unit, pass, kind).frees;
-    return s1f_freed_bytes(&w->bytes, frees, unit);
+    unit.pass = (int32_t)pass;
+    return s1f_freed_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).frees, unit);
 }
 
 static void take(walker *w, s1f_unit unit, s1f_pass pass)
@@ -57,39 +51,13 @@ static void give_back(walker *w, s1f_unit unit, s1f_pass pass)
     w->held -= freed_by(w, unit, pass, w->kinds[cell_of(w, unit)]);
 }
 
-/* -- the heap ------------------------------------------------------------------------------------------------------ */
-
-static int is_later(const walker *w, int64_t a, int64_t b)
-{
-    return w->backward_at[w->heap[a]] > w->backward_at[w->heap[b]];
-}
-
-static void swap(walker *w, int64_t a, int64_t b)
-{
-    int64_t cell = w->heap[a];
-    w->heap[a] = w->heap[b];
-    w->heap[b] = cell;
-}
-
+/* A later forward mostly goes back later, so its place is near the end. */
 static void push(walker *w, int64_t cell)
 {
-    int64_t i = w->heap_size++;
-    w->heap[i] = cell;
-    for (; i > 0 && is_later(w, i, (i - 1) / 2); i = (i - 1) / 2)
-        swap(w, i, (i - 1) / 2);
-}
-
-static int64_t pop(walker *w)
-{
-    int64_t first = w->heap[0];
-    w->heap[0] = w->heap[--w->heap_size];
-    for (int64_t i = 0, child = 1; child < w->heap_size; i = child, child = 2 * i + 1) {
-        child += child + 1 < w->heap_size && is_later(w, child + 1, child);
-        if (!is_later(w, child, i))
-            break;
-        swap(w, i, child);
-    }
-    return first;
+    int64_t i = w->num_queued++;
+    for (; i > 0 && w->backward_at[w->queue[i - 1]] > w->backward_at[cell]; i--)
+        w->queue[i] = w->queue[i - 1];
+    w->queue[i] = cell;
 }
 
 /* -- the choice ---------------------------------------------------------------------------------------------------- */
@@ -103,8 +71,7 @@ static int could_be_away(const walker *w, int64_t cell, int64_t i)
 
 static double tier_seconds(const walker *w, s1f_unit unit)
 {
-    const s1f_shape *shape = &w->program->shape;
-    return w->fit->tier_seconds[unit.stage * s1f_num_columns(shape) + s1f_column(shape, unit)];
+    return w->fit->tier_seconds[s1f_column_of_all(&w->program->shape, unit)];
 }
 
 /* Whether each way hides behind the unit that runs beside it, and the tier is through with all before. */
@@ -142,10 +109,10 @@ static answer ask(walker *w, int64_t cell, int64_t i, s1f_cell_kind kind)
 /* Cells become of this kind until the rank, at its unit i, holds no more than its room. */
 static void make_room_by(walker *w, int32_t rank, int64_t i, s1f_cell_kind kind)
 {
-    int64_t num_waiting = 0, *waiting = w->heap + w->heap_size; /* popped cells leave places free, from the end on */
-    while (w->held > w->fit->room[rank] && w->heap_size > 0) {
-        int64_t cell = pop(w);
-        int is_live = w->backward_at[cell] > i; /* those that follow in the heap go back even earlier */
+    int64_t num_waiting = 0, *waiting = w->queue + w->num_queued; /* cells that leave the queue make room at its end */
+    while (w->held > w->fit->room[rank] && w->num_queued > 0) {
+        int64_t cell = w->queue[--w->num_queued];
+        int is_live = w->backward_at[cell] > i; /* those before it in the queue go back even earlier */
         if (is_live && ask(w, cell, i, kind) == NOT_NOW) {
             num_waiting++;
             *--waiting = cell;
@@ -174,7 +141,7 @@ static void walk(walker *w, int32_t rank)
 {
     const s1f_unit *units = w->program->ranks[rank].units;
     int64_t num_units = w->program->ranks[rank].num_units;
-    w->heap_size = 0;
+    w->num_queued = 0;
     w->tier_busy = 0;
     for (int64_t i = 0; i < num_units; i++) {
         if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
@@ -222,7 +189,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         memset(kinds, S1F_CELL_KEPT, (size_t)num_cells);
         w.table = s1f_lifetimes_of(shape);
         w.bytes = s1f_byte_tables_of(shape, fit->bytes);
-        w.heap = cells;
+        w.queue = cells;
         w.forward_at = cells + num_cells;
         w.backward_at = cells + 2 * num_cells;
     }

@@ -6,7 +6,6 @@
 #include "../core/walk.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 /* One directed edge. Messages are numbered over all steps. A place holds one message at a time, so message n +
  * num_places is posted after n has been sent: the times of posts lie in a ring. */
@@ -62,13 +61,6 @@ typedef struct {
 
 static const double NOT_COME = -1;
 
-static s1f_status require_cost(const char *name, double value)
-{
-    if (!(value >= 0) || !isfinite(value))
-        return s1f_fail(S1F_ERR_ARG, "%s is %g, must be finite and at least 0", name, value);
-    return S1F_OK;
-}
-
 static s1f_status require_bytes(const char *name, const int64_t *bytes, const s1f_shape *shape)
 {
     for (int64_t column = 0; bytes != NULL && column < s1f_num_columns(shape); column++)
@@ -89,11 +81,6 @@ static double draw(uint64_t *state)
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
-}
-
-int32_t s1f_edge_boundary(const s1f_edge *edge)
-{
-    return edge->source_stage < edge->destination_stage ? edge->source_stage : edge->destination_stage;
 }
 
 /* splitmix64 goes from state to state by a constant: draw n is reached at once. */
@@ -120,47 +107,36 @@ static inline int has_come(void *context, const s1f_stand *at, int32_t edge)
     return *arrival(&s->links[edge], s->links[edge].num_used, at->cell) >= 0;
 }
 
-/* What there is to look at. A constant in each copy of the walk, so that the plain one does nothing for the others. */
-typedef struct {
-    int cells;  /* columns are cells (s1f_column) */
-    int noise;  /* jitter of units or messages */
-    int extras; /* seconds by number, Ws in waits, a tier, or causes to keep */
-} features;
-
-static inline void wait_until(rank_state *r, const features has, double time, int32_t cause)
+/* Extras are jitter, seconds by number, Ws in waits, a tier, and causes to keep. Whether there are any is a constant in
+ * each copy of the walk, so that the plain one does nothing for them. */
+static inline void wait_until(rank_state *r, const int extras, double time, int32_t cause)
 {
     if (time > r->now) {
         r->wait += time - r->now;
         r->now = time;
-        if (has.extras)
+        if (extras)
             r->causes |= cause;
     }
 }
 
-static inline int64_t column_of(const simulator *s, const features has, s1f_unit unit)
-{
-    return has.cells ? s1f_column(&s->walk.shape, unit) : unit.segment;
-}
-
-static inline double seconds_of(const simulator *s, const rank_state *r, const features has, int64_t i,
-                                uint64_t *random)
+static inline double seconds_of(const simulator *s, const rank_state *r, const int extras, int64_t i, uint64_t *random)
 {
     s1f_unit unit = r->units[i];
-    double seconds = has.extras && r->seconds != NULL
+    double seconds = extras && r->seconds != NULL
                          ? r->seconds[i]
-                         : s->kind_seconds[s1f_kind(unit) * s->num_columns + column_of(s, has, unit)];
-    if (has.noise && s->costs->jitter > 0)
+                         : s->kind_seconds[s1f_kind(unit) * s->num_columns + s1f_column(&s->walk.shape, unit)];
+    if (extras && s->costs->jitter > 0)
         seconds *= 1 + s->costs->jitter * (2 * draw(random) - 1);
     return seconds;
 }
 
 /* Runs Ws until the message of unit i comes. splitmix64 goes from state to state by a constant. */
-static void fill_until(const simulator *s, rank_state *r, const features has, int64_t i, double time)
+static void fill_until(const simulator *s, rank_state *r, int64_t i, double time)
 {
     while (r->now < time && r->next_fill < r->num_weights && r->weights[r->next_fill].ready < i) {
         int64_t w = r->weights[r->next_fill].run;
         uint64_t random = r->random + (uint64_t)(w - i) * 0x9e3779b97f4a7c15u;
-        double left = seconds_of(s, r, has, w, &random) - r->filled, part = fmin(left, time - r->now);
+        double left = seconds_of(s, r, 1, w, &random) - r->filled, part = fmin(left, time - r->now);
         r->now += part;
         r->busy += part;
         r->filled += part;
@@ -185,39 +161,39 @@ static double left_of(rank_state *r, int64_t i, double seconds)
 }
 
 /* The tier of a rank moves one unit at a time, in the order of its Os and Ls. */
-static void wait_for_tier(const simulator *s, rank_state *r, const features has, s1f_unit unit)
+static void wait_for_tier(const simulator *s, rank_state *r, s1f_unit unit)
 {
     if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->walk.shape, unit))
-        wait_until(r, has, s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)], 0);
+        wait_until(r, 1, s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)], 0);
 }
 
-static void start_tier(const simulator *s, rank_state *r, const features has, s1f_unit unit)
+static void start_tier(const simulator *s, rank_state *r, s1f_unit unit)
 {
     if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_LEAVING) && !s1f_pass_makes(unit.pass, S1F_PRODUCT_COMING))
         return;
-    double seconds = s->costs->tier_seconds[unit.stage * s->num_columns + column_of(s, has, unit)];
+    double seconds = s->costs->tier_seconds[s1f_column_of_all(&s->walk.shape, unit)];
     r->tier_free = fmax(r->now, r->tier_free) + seconds;
     s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)] = r->tier_free;
 }
 
-static inline void run(simulator *s, const features has, const s1f_stand *at)
+static inline void run(simulator *s, const int extras, const s1f_stand *at)
 {
     rank_state *r = &s->ranks[at->rank];
     int64_t i = at->unit - r->units;
-    if (has.extras)
+    if (extras)
         r->causes = 0;
     for (int32_t e = 0; e < at->uses->in.count; e++) {
         link *l = &s->links[at->uses->in.edges[e]];
         double *arrived = arrival(l, l->num_used++, at->cell);
-        if (has.extras && r->weights != NULL)
-            fill_until(s, r, has, i, *arrived);
-        wait_until(r, has, *arrived, S1F_CAUSE_MESSAGE);
+        if (extras && r->weights != NULL)
+            fill_until(s, r, i, *arrived);
+        wait_until(r, extras, *arrived, S1F_CAUSE_MESSAGE);
         *arrived = NOT_COME;
     }
-    if (has.extras && s->tier_end != NULL)
-        wait_for_tier(s, r, has, *at->unit);
-    double seconds = seconds_of(s, r, has, i, &r->random);
-    if (has.extras && r->weights != NULL)
+    if (extras && s->tier_end != NULL)
+        wait_for_tier(s, r, *at->unit);
+    double seconds = seconds_of(s, r, extras, i, &r->random);
+    if (extras && r->weights != NULL)
         seconds = left_of(r, i, seconds);
     if (i == 0)
         r->first_start = r->now;
@@ -225,8 +201,8 @@ static inline void run(simulator *s, const features has, const s1f_stand *at)
     r->now += seconds;
     r->busy += seconds;
     r->last_end = r->now;
-    if (has.extras && s->tier_end != NULL)
-        start_tier(s, r, has, *at->unit);
+    if (extras && s->tier_end != NULL)
+        start_tier(s, r, *at->unit);
     if (r->start != NULL) {
         r->start[i] = begin;
         r->end[i] = r->now;
@@ -236,17 +212,17 @@ static inline void run(simulator *s, const features has, const s1f_stand *at)
 }
 
 /* Puts the message of the unit that has run on its link. */
-static inline void send(simulator *s, const features has, const s1f_stand *at, int32_t edge)
+static inline void send(simulator *s, const int extras, const s1f_stand *at, int32_t edge)
 {
     rank_state *r = &s->ranks[at->rank];
     link *l = &s->links[edge];
     int64_t number = s->walk.links[edge].num_sent;
-    wait_until(r, has, l->posted[number & l->mask], S1F_CAUSE_CREDIT);
+    wait_until(r, extras, l->posted[number & l->mask], S1F_CAUSE_CREDIT);
     r->now += s->costs->send;
-    if (has.extras && l->link_free > r->now)
+    if (extras && l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
-    double scale = has.noise ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
-    double transfer = scale * (l->message_bytes[column_of(s, has, *at->unit)] * l->seconds_per_byte);
+    double scale = extras ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
+    double transfer = scale * (l->message_bytes[s1f_column(&s->walk.shape, *at->unit)] * l->seconds_per_byte);
     l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
     *arrival(l, number, at->cell) = l->link_free + scale * l->latency;
 }
@@ -258,8 +234,9 @@ static inline void post(void *context, int32_t rank, int32_t edge)
     l->posted[(s->walk.links[edge].num_posted - 1) & l->mask] = s->ranks[rank].now;
 }
 
-static inline void record(simulator *s, const s1f_stand *at)
+static inline void record(void *context, const s1f_stand *at)
 {
+    simulator *s = context;
     rank_state *r = &s->ranks[at->rank];
     if (r->recorded != NULL) {
         r->recorded[at->unit - r->units] = (unsigned char)r->causes;
@@ -267,20 +244,15 @@ static inline void record(simulator *s, const s1f_stand *at)
     }
 }
 
-/* A copy of the walk for some features: go_NAME lets one rank go on until it waits, or ends its list (1). */
-#define DEFINE_WALK(NAME, CELLS, NOISE, EXTRAS)                                                                        \
+/* A copy of the walk: go_NAME lets one rank go on until it waits, or ends its list (1). */
+#define DEFINE_WALK(NAME, EXTRAS)                                                                                      \
     static inline void run_##NAME(void *context, const s1f_stand *at)                                                  \
     {                                                                                                                  \
-        run(context, (features){CELLS, NOISE, EXTRAS}, at);                                                            \
+        run(context, EXTRAS, at);                                                                                      \
     }                                                                                                                  \
     static inline void send_##NAME(void *context, const s1f_stand *at, int32_t edge)                                   \
     {                                                                                                                  \
-        send(context, (features){CELLS, NOISE, EXTRAS}, at, edge);                                                     \
-    }                                                                                                                  \
-    static inline void through_##NAME(void *context, const s1f_stand *at)                                              \
-    {                                                                                                                  \
-        if (EXTRAS)                                                                                                    \
-            record(context, at);                                                                                       \
+        send(context, EXTRAS, at, edge);                                                                               \
     }                                                                                                                  \
     static int go_##NAME(simulator *s, int32_t rank)                                                                   \
     {                                                                                                                  \
@@ -290,23 +262,11 @@ static inline void record(simulator *s, const s1f_stand *at)
                                             .run = run_##NAME,                                                         \
                                             .send = send_##NAME,                                                       \
                                             .post = post,                                                              \
-                                            .through = through_##NAME},                                                \
+                                            .through = (EXTRAS) ? record : NULL},                                      \
                            s);                                                                                         \
     }
-DEFINE_WALK(plain, 0, 0, 0)
-DEFINE_WALK(rows, 1, 0, 0)
-DEFINE_WALK(noisy, 1, 1, 0)
-DEFINE_WALK(whole, 1, 1, 1)
-
-static int (*choose_walk(const simulator *s))(simulator *, int32_t)
-{
-    const s1f_costs *costs = s->costs;
-    if (costs->unit_seconds != NULL || costs->fills || costs->tier_seconds != NULL || s->simulation->causes != NULL)
-        return go_whole;
-    if (costs->jitter > 0 || costs->transfer_jitter > 0)
-        return go_noisy;
-    return s->walk.shape.first_cell != NULL ? go_rows : go_plain;
-}
+DEFINE_WALK(plain, 0)
+DEFINE_WALK(whole, 1)
 
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 
@@ -380,13 +340,15 @@ static s1f_status report(const simulator *s)
 static s1f_status run_all(simulator *s)
 {
     int32_t num_ranks = s->walk.num_ranks;
-    int (*go)(simulator *, int32_t) = choose_walk(s);
+    const s1f_costs *costs = s->costs;
+    int has_extras = costs->unit_seconds != NULL || costs->fills || costs->tier_seconds != NULL || costs->jitter > 0 ||
+                     costs->transfer_jitter > 0 || s->simulation->causes != NULL;
     for (int32_t rank = 0; rank < num_ranks; rank++)
         begin_step(s, rank);
     s1f_walk_ready_all(&s->walk);
     for (int64_t turns = 1; s->walk.num_ready > 0; turns++) {
         int32_t rank = s->walk.ready[--s->walk.num_ready];
-        if (go(s, rank))
+        if (has_extras ? go_whole(s, rank) : go_plain(s, rank))
             end_step(s, rank);
         if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0)
             S1F_TRY(report(s));
@@ -410,30 +372,24 @@ static s1f_status run_all(simulator *s)
 static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs)
 {
     const s1f_shape *shape = &program->shape;
-    for (int32_t s = 0; s + 1 < shape->num_stages; s++) {
-        S1F_TRY(require_cost("the latency of a transfer", costs->latency == NULL ? 0 : costs->latency[s]));
-        S1F_TRY(require_cost("the time per byte", costs->seconds_per_byte == NULL ? 0 : costs->seconds_per_byte[s]));
-    }
-    S1F_TRY(require_cost("the time of a send", costs->send));
+    int64_t num_units = 0, num_pairs = s1f_table_count(shape, S1F_PER_PAIR);
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        num_units += program->ranks[rank].num_units;
+    S1F_TRY(s1f_require_seconds("the latency of a transfer is", costs->latency, num_pairs));
+    S1F_TRY(s1f_require_seconds("the time per byte is", costs->seconds_per_byte, num_pairs));
+    S1F_TRY(s1f_require_seconds("the time of a send is", &costs->send, 1));
+    S1F_TRY(s1f_require_seconds("the time of the tier is", costs->tier_seconds, s1f_table_count(shape, S1F_PER_CELL)));
+    S1F_TRY(s1f_require_seconds("the time of an optimizer is", costs->optimizer, shape->num_ranks));
+    S1F_TRY(s1f_require_seconds("the duration of a unit is", costs->unit_seconds, num_units));
     if (!(costs->jitter >= 0 && costs->jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "jitter is %g, must be in 0..1: a share of a unit's seconds", costs->jitter);
     if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "transfer_jitter is %g, must be in 0..1: a share of a message's seconds",
                         costs->transfer_jitter);
-    int64_t num_kinds = shape->num_stages * s1f_num_columns(shape);
-    for (int64_t i = 0; costs->tier_seconds != NULL && i < num_kinds; i++)
-        S1F_TRY(require_cost("the time of the tier", costs->tier_seconds[i]));
     if (costs->num_steps < 0)
         return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
-    for (int32_t rank = 0; costs->optimizer != NULL && rank < shape->num_ranks; rank++)
-        S1F_TRY(require_cost("the time of an optimizer", costs->optimizer[rank]));
     S1F_TRY(require_bytes("message_bytes", costs->message_bytes, shape));
-    S1F_TRY(require_bytes("statistics_bytes", costs->statistics_bytes, shape));
-    const double *seconds = costs->unit_seconds;
-    for (int32_t rank = 0; seconds != NULL && rank < shape->num_ranks; rank++)
-        for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
-            S1F_TRY(require_cost("the duration of a unit", *seconds++));
-    return S1F_OK;
+    return require_bytes("statistics_bytes", costs->statistics_bytes, shape);
 }
 
 /* The tables that the walk looks into; durations of passes that the order does not have may be anything. */
@@ -456,7 +412,7 @@ static s1f_status fill_seconds(simulator *s)
             if (of_pass == NULL)
                 return s1f_fail(S1F_ERR_ARG, "the order has units of pass %c, and no seconds are given for them",
                                 s1f_pass_letter(pass));
-            S1F_TRY(require_cost("the duration of a unit", of_pass[i]));
+            S1F_TRY(s1f_require_seconds("the duration of a unit is", &of_pass[i], 1));
             s->kind_seconds[(i / k * S1F_MAX_PASSES + pass) * k + i % k] = of_pass[i];
         }
     return S1F_OK;
@@ -488,7 +444,7 @@ static int create_links(simulator *s)
         for (int64_t i = 0; i < num_arrivals; i++)
             l->arrived[i] = NOT_COME;
     }
-    return 1;
+    return !s->pool.is_short;
 }
 
 static int create_arrays(simulator *s)
@@ -510,6 +466,8 @@ static int create_arrays(simulator *s)
         rank_state *r = &s->ranks[rank];
         r->units = s->program->ranks[rank].units;
         r->num_units = s->program->ranks[rank].num_units;
+        if (s->costs->fills)
+            r->num_weights = s1f_find_late_weights(shape, r->units, r->num_units, &s->pool, &r->weights);
         r->first_incoming = -1;
         r->random = s->costs->seed + (uint64_t)rank * 0xd1342543de82ef95u;
         r->seconds = seconds;
@@ -540,15 +498,10 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         status = s1f_walk_create(program->edges, &program->shape, &s.walk);
     if (status == S1F_OK && !create_arrays(&s))
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %d ranks", num_ranks);
-    for (int32_t rank = 0; costs->fills && rank < num_ranks && status == S1F_OK; rank++)
-        status = s1f_find_late_weights(&program->shape, s.ranks[rank].units, s.ranks[rank].num_units,
-                                       &s.ranks[rank].weights, &s.ranks[rank].num_weights);
     if (status == S1F_OK && (status = fill_seconds(&s)) == S1F_OK && (status = run_all(&s)) == S1F_OK) {
         *out = s.simulation;
         s.simulation = NULL;
     }
-    for (int32_t rank = 0; s.ranks != NULL && rank < num_ranks; rank++)
-        free(s.ranks[rank].weights);
     s1f_pool_free(&s.pool);
     s1f_walk_free(&s.walk);
     s1f_simulation_free(s.simulation);

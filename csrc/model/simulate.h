@@ -88,7 +88,5 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
                                 s1f_simulation **out);
 /* What jitter multiplies the seconds of a message by, counted over all steps; 1 without. */
 double s1f_message_scale(const s1f_program *program, const s1f_costs *costs, int32_t edge, int64_t message);
-/* The lower of the two stages that an edge joins. */
-int32_t s1f_edge_boundary(const s1f_edge *edge);
 
 #endif

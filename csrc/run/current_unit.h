@@ -8,7 +8,7 @@
 #ifndef S1F_CURRENT_UNIT_H
 #define S1F_CURRENT_UNIT_H
 
-#include "../core/key_range.h"
+#include "../core/key_ranges.h"
 #include "../core/schedule.h"
 
 struct s1f_kv_cache;

@@ -18,7 +18,7 @@ typedef struct {
 } stage_count;
 
 struct s1f_executor {
-    s1f_pool pool; /* of all arrays but `weights` */
+    s1f_pool pool; /* of all arrays */
     const s1f_instruction *instructions;
     int64_t num_instructions;
     const s1f_edge *edges;
@@ -56,7 +56,6 @@ void s1f_executor_free(s1f_executor *executor)
 {
     if (executor == NULL)
         return;
-    free(executor->weights);
     s1f_pool_free(&executor->pool);
     free(executor);
 }
@@ -104,26 +103,22 @@ static s1f_status set_edges(s1f_executor *executor, int32_t rank, s1f_edge_end *
     return S1F_OK;
 }
 
-static s1f_status set_weights(s1f_executor *executor, const s1f_program *program, int32_t rank)
+static void set_weights(s1f_executor *executor, const s1f_rank_program *own)
 {
-    const s1f_rank_program *own = &program->ranks[rank];
-    int64_t num_waits = 0, unit = 0, *run = malloc(((size_t)own->num_units + 1) * sizeof *run);
-    s1f_status status = run == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for the units of a rank")
-                                    : s1f_find_late_weights(&program->shape, own->units, own->num_units,
-                                                            &executor->weights, &executor->num_weights);
-    for (int64_t i = 0; status == S1F_OK && i < own->count; i++) {
+    s1f_pool *pool = &executor->pool;
+    int64_t num_waits = 0, unit = 0, *run = s1f_pool_take(pool, (size_t)own->num_units, sizeof *run);
+    executor->num_weights =
+        s1f_find_late_weights(&executor->shape, own->units, own->num_units, pool, &executor->weights);
+    for (int64_t i = 0; !pool->is_short && i < own->count; i++) {
         num_waits += own->instructions[i].opcode == S1F_OP_WAIT;
         if (own->instructions[i].opcode == S1F_OP_RUN)
             run[unit++] = i;
     }
-    for (int64_t w = 0; status == S1F_OK && w < executor->num_weights; w++) {
+    for (int64_t w = 0; w < executor->num_weights; w++) {
         s1f_late_weight *weight = &executor->weights[w];
         *weight = (s1f_late_weight){run[weight->ready], run[weight->run]};
     }
-    free(run);
-    executor->fills =
-        s1f_pool_take(&executor->pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
-    return status;
+    executor->fills = s1f_pool_take(pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
 }
 
 static void set_slots(s1f_executor *executor, const s1f_program *program)
@@ -161,8 +156,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     s1f_layout_create(program, rank, &executor->pool, &executor->layout);
     allocate(executor);
     s1f_status status = executor->pool.is_short ? S1F_ERR_MEMORY : set_edges(executor, rank, ends);
-    if (status == S1F_OK)
-        status = set_weights(executor, program, rank);
+    set_weights(executor, &program->ranks[rank]);
     if (executor->pool.is_short)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
                           (long long)executor->num_instructions);

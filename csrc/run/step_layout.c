@@ -1,7 +1,7 @@
 /* step_layout.c - positions, rows and parts of a step's segments, and of one unit. */
 #include "step_layout.h"
 
-#include "../core/rows.h"
+#include "../core/key_ranges.h"
 
 void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool, s1f_step_layout *out)
 {
@@ -13,8 +13,7 @@ void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool,
     out->offsets = s1f_pool_take(pool, num_columns, sizeof *out->offsets);
     out->totals = s1f_pool_take(pool, num_columns, sizeof *out->totals);
     out->ranges = s1f_pool_take(pool, (size_t)shape->num_segments, sizeof *out->ranges);
-    if (shape->trees != NULL)
-        out->rows = s1f_pool_take(pool, (size_t)shape->num_stages * num_columns, sizeof *out->rows);
+    out->rows = s1f_pool_take(pool, (size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *out->rows);
 }
 
 /* The parts of a unit, NULL for one. */
@@ -58,32 +57,10 @@ s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, cons
     if (longest != sequence_length)
         return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,
                         (long long)sequence_length);
-    *num_rows = sequence_length;
-    if (layout->rows != NULL) {
-        *num_rows = 1;
-        S1F_TRY(s1f_assign_rows(shape, layout->units, layout->num_units, sizes, layout->rows, num_rows));
-    }
+    *num_rows = 1;
+    S1F_TRY(s1f_assign_rows(shape, layout->units, layout->num_units, sizes, layout->rows, num_rows));
     layout->is_known = 1;
     return S1F_OK;
-}
-
-/* Finds the rows of the path's keys, from the unit's own segment back to the first. Neighbouring rows are one range. */
-static void set_ranges(const s1f_step_layout *layout, s1f_current_unit *current)
-{
-    const s1f_shape *shape = layout->shape;
-    s1f_key_range *end = layout->ranges + shape->num_segments, *range = end;
-    s1f_unit unit = current->unit;
-    current->row = layout->rows[s1f_cell_of_all(shape, unit)];
-    for (; unit.segment >= 0; unit.segment = s1f_parent_of(shape, unit)) {
-        int64_t begin = s1f_offset_of(layout, unit), size = s1f_size_of(layout, unit);
-        int64_t row = layout->rows[s1f_cell_of_all(shape, unit)];
-        if (range < end && row + size == range->row)
-            *range = (s1f_key_range){begin, range->end, row};
-        else
-            *--range = (s1f_key_range){begin, begin + size, row};
-    }
-    current->ranges = range;
-    current->num_ranges = (int32_t)(end - range);
 }
 
 void s1f_layout_describe(const s1f_step_layout *layout, s1f_current_unit *current)
@@ -97,12 +74,8 @@ void s1f_layout_describe(const s1f_step_layout *layout, s1f_current_unit *curren
     current->length = s1f_size_of(layout, unit);
     current->sequence_length = s1f_total_of(layout, unit);
     current->parts = parts_of(layout, unit, &current->num_parts);
-    if (layout->rows != NULL) {
-        set_ranges(layout, current);
-        return;
-    }
-    layout->ranges[0] = (s1f_key_range){0, current->offset + current->length, 0};
-    current->ranges = layout->ranges;
-    current->num_ranges = 1;
-    current->row = current->offset;
+    current->row = layout->rows[s1f_cell_of_all(shape, unit)];
+    s1f_key_range *end = layout->ranges + shape->num_segments;
+    current->ranges = s1f_key_ranges_of(shape, unit, layout->rows, layout->offsets, layout->sizes, end);
+    current->num_ranges = (int32_t)(end - current->ranges);
 }

@@ -1,6 +1,5 @@
 /* step_layout.h - the places of the tokens of a rank's units in a step: their positions along the paths, the rows of
- * their keys, and the parts of units that several siblings share. In a chain a row is a position, and neither costs a
- * unit anything. */
+ * their keys, and the parts of units that several siblings share. In a chain a row is a position. */
 #ifndef S1F_STEP_LAYOUT_H
 #define S1F_STEP_LAYOUT_H
 
@@ -19,7 +18,7 @@ typedef struct {
     const s1f_unit *units;
     int64_t num_units;
     int64_t *sizes, *offsets, *totals; /* [column]: tokens, position of the first one, tokens of the micro-batch */
-    int64_t *rows;                     /* [cell of all stages] first rows of the rank's segments; NULL: chains */
+    int64_t *rows;                     /* [cell of all stages] first rows of the rank's segments */
     s1f_key_range *ranges;             /* [num_segments] room for those of a unit */
     s1f_unit_parts parts;              /* first NULL: none; borrowed during the step */
     int32_t is_known;                  /* sizes are set */

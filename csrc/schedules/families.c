@@ -2,6 +2,7 @@
 #include "families.h"
 
 #include "../core/pool.h"
+#include "../core/table.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -85,28 +86,21 @@ static s1f_status require_at_least(const char *name, int64_t value, int64_t leas
     return S1F_OK;
 }
 
+/* All are given, or none, and their sum is finite: ends of units can be compared. */
 static s1f_status check_costs(const s1f_request *request)
 {
-    const double *const *costs = request->options.costs;
-    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
-    for (int pass = 0; pass < S1F_SPLIT_PASSES; pass++) {
-        if (costs[pass] == NULL)
-            return s1f_fail(S1F_ERR_ARG, "costs must be given for all of F, I and W");
-        for (int64_t i = 0; i < count; i++)
-            if (!(costs[pass][i] >= 0) || !isfinite(costs[pass][i]))
-                return s1f_fail(S1F_ERR_ARG, "costs hold %g, must be finite and at least 0", costs[pass][i]);
-    }
-    return S1F_OK;
-}
-
-/* The ends of units can be compared: no sum of costs is infinite. */
-static s1f_status check_sum(const s1f_request *request)
-{
     const s1f_options *options = &request->options;
+    const double *const *costs = options->costs;
     int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     double sum = 3 * (double)count * options->transfer;
-    for (int64_t i = 0; options->costs[0] != NULL && i < count; i++)
-        sum += options->costs[0][i] + options->costs[1][i] + options->costs[2][i];
+    int is_given = costs[0] != NULL || costs[1] != NULL || costs[2] != NULL;
+    for (int pass = 0; is_given && pass < S1F_SPLIT_PASSES; pass++) {
+        if (costs[pass] == NULL)
+            return s1f_fail(S1F_ERR_ARG, "costs must be given for all of F, I and W");
+        S1F_TRY(s1f_require_seconds("costs hold", costs[pass], count));
+        for (int64_t i = 0; i < count; i++)
+            sum += costs[pass][i];
+    }
     sum *= options->segments_of == NULL ? request->num_microbatches : 1; /* else a column is one cell */
     if (sum > MOST_SECONDS)
         return s1f_fail(S1F_ERR_ARG, "costs and transfers of all units sum to %g seconds, must be at most %g", sum,
@@ -166,9 +160,7 @@ static s1f_status check_options(const s1f_request *request)
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         S1F_TRY(check_option(options, &s1f_option_table[i]));
     S1F_TRY(check_bytes(request));
-    if (options->costs[0] != NULL || options->costs[1] != NULL || options->costs[2] != NULL)
-        S1F_TRY(check_costs(request));
-    return check_sum(request);
+    return check_costs(request);
 }
 
 /* Counts the cells of micro-batches that differ in their segments: there, a column is a cell. */

@@ -6,8 +6,6 @@
 #include "families.h"
 #include "in_time.h"
 
-#include <stdlib.h>
-
 typedef struct {
     const s1f_request *request;
     s1f_board board;
@@ -52,24 +50,20 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
+    s1f_pool pool = {0};
     S1F_TRY(s1f_schedule_place(request, s1f_placement_wave, &b.out));
-    s1f_status status = S1F_OK;
     s1f_shape shape = s1f_schedule_shape(b.out);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
-    b.next_forward = calloc((size_t)shape.num_stages, sizeof *b.next_forward);
-    b.next_backward = calloc((size_t)shape.num_stages, sizeof *b.next_backward);
-    if (b.next_forward == NULL || b.next_backward == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to order %d stages", shape.num_stages);
-    if (status == S1F_OK && (status = s1f_board_create(&shape, 0, &b.board)) == S1F_OK)
+    b.next_forward = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next_forward);
+    b.next_backward = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next_backward);
+    s1f_status status = s1f_board_create(&shape, &pool, &b.board);
+    if (status == S1F_OK)
         status = s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b);
-    if (status == S1F_OK) {
+    s1f_pool_free(&pool);
+    if (status == S1F_OK)
         *out = b.out;
-        b.out = NULL;
-    }
-    s1f_board_free(&b.board);
-    free(b.next_backward);
-    free(b.next_forward);
-    s1f_schedule_free(b.out);
+    else
+        s1f_schedule_free(b.out);
     return status;
 }
 

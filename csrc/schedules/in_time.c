@@ -1,10 +1,7 @@
 /* in_time.c - times of products, and the clock. */
 #include "in_time.h"
 
-#include "../core/pool.h"
-
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* -- the board ----------------------------------------------------------------------------------------------------- */
@@ -19,25 +16,16 @@ static int64_t cell(const s1f_board *board, s1f_unit unit)
     return s1f_cell_of_all(&board->shape, unit);
 }
 
-s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board)
+s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *board)
 {
-    *board = (s1f_board){.shape = *shape, .transfer = transfer};
+    *board = (s1f_board){.shape = *shape};
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        if (s1f_shape_makes(shape, (s1f_product)product) &&
-            (board->end[product] = malloc((size_t)num_cells(shape) * sizeof(double))) == NULL) {
-            s1f_board_free(board);
-            return s1f_fail(S1F_ERR_MEMORY, "no memory to order the units of %d stages", shape->num_stages);
-        }
+        if (s1f_shape_makes(shape, (s1f_product)product))
+            board->end[product] = s1f_pool_take(pool, (size_t)num_cells(shape), sizeof(double));
+    if (pool->is_short)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to order the units of %d stages", shape->num_stages);
     s1f_board_clear(board);
     return S1F_OK;
-}
-
-void s1f_board_free(s1f_board *board)
-{
-    for (int product = 0; product < S1F_MAX_PRODUCTS; product++) {
-        free(board->end[product]);
-        board->end[product] = NULL;
-    }
 }
 
 void s1f_board_clear(s1f_board *board)
@@ -49,14 +37,10 @@ void s1f_board_clear(s1f_board *board)
 
 double s1f_board_ready(const s1f_board *board, s1f_unit unit)
 {
-    const int32_t *rank_of_stage = board->shape.rank_of_stage;
     double ready = 0;
     s1f_unit_input input;
-    for (s1f_inputs inputs = s1f_inputs_of(&board->shape, unit); s1f_next_input(&inputs, &input);) {
-        int is_message = rank_of_stage[input.maker.stage] != rank_of_stage[unit.stage];
-        double end = board->end[input.product][cell(board, input.maker)];
-        ready = fmax(ready, end + (is_message ? board->transfer : 0));
-    }
+    for (s1f_inputs inputs = s1f_inputs_of(&board->shape, unit); s1f_next_input(&inputs, &input);)
+        ready = fmax(ready, board->end[input.product][cell(board, input.maker)]);
     return ready;
 }
 

@@ -4,18 +4,17 @@
 #define S1F_IN_TIME_H
 
 #include "../core/edges.h"
+#include "../core/pool.h"
 #include "../core/table.h"
 
-/* When each product of each cell is made, as far as is known. */
+/* When each product of each cell is made, as far as is known; messages take no time. */
 typedef struct {
     s1f_shape shape;
-    double transfer;               /* seconds of a message between two ranks */
     double *end[S1F_MAX_PRODUCTS]; /* [stage][cell] seconds; INFINITY: not started; NULL: not made at all */
-} s1f_board;
+} s1f_board;                       /* its arrays are a pool's */
 
 /* Nothing has started. The placement of the shape is borrowed. S1F_ERR_MEMORY. */
-s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board);
-void s1f_board_free(s1f_board *board); /* its arrays */
+s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *board);
 void s1f_board_clear(s1f_board *board);
 /* When all inputs of a unit are there, 0 if it has none; INFINITY: one of them has not started. */
 double s1f_board_ready(const s1f_board *board, s1f_unit unit);

@@ -10,15 +10,6 @@ static double lag_between(const s1f_problem *p, int32_t stage, int32_t other)
     return p->shape.rank_of_stage[stage] == p->shape.rank_of_stage[other] ? 0 : p->transfer;
 }
 
-/* Row of a product in tables by pass: it is made by one of F, I and W. */
-static int32_t split_pass(int32_t pass)
-{
-    int32_t product = S1F_PRODUCT_OUTPUT;
-    while (!s1f_pass_makes(pass, (s1f_product)product))
-        product++;
-    return product;
-}
-
 static s1f_unit maker_of(s1f_product product, s1f_unit cell)
 {
     static const int32_t passes[S1F_SPLIT_PASSES] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD_INPUT,
@@ -31,14 +22,12 @@ static s1f_unit maker_of(s1f_product product, s1f_unit cell)
 static void lengthen_inputs(const s1f_problem *p, s1f_unit unit, double *tails)
 {
     const s1f_shape *shape = &p->shape;
-    int64_t columns = s1f_num_columns(shape), cells = p->shape.num_stages * columns;
-    int64_t cell = unit.stage * columns + s1f_column(shape, unit);
-    int32_t pass = split_pass(unit.pass);
+    int64_t cells = s1f_table_count(shape, S1F_PER_CELL), cell = s1f_column_of_all(shape, unit);
+    s1f_product pass = s1f_first_product(unit.pass);
     double tail = p->seconds[pass][cell] + tails[pass * cells + cell];
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);) {
-        int64_t earlier = input.maker.stage * columns + s1f_column(shape, input.maker);
-        double *longest = &tails[(int64_t)input.product * cells + earlier];
+        double *longest = &tails[(int64_t)input.product * cells + s1f_column_of_all(shape, input.maker)];
         *longest = fmax(*longest, lag_between(p, unit.stage, input.maker.stage) + tail);
     }
 }
@@ -70,14 +59,13 @@ static int32_t id_of_product(const s1f_problem_units *x, s1f_product product, s1
 
 int32_t s1f_problem_number_of(const s1f_problem_units *x, s1f_unit unit)
 {
-    return id_of_product(x, (s1f_product)split_pass(unit.pass), unit);
+    return id_of_product(x, s1f_first_product(unit.pass), unit);
 }
 
 static void fill_unit(const s1f_problem *p, s1f_problem_units *x, s1f_unit unit, const double *tails)
 {
-    int32_t id = s1f_problem_number_of(x, unit), pass = split_pass(unit.pass);
-    int64_t columns = s1f_num_columns(&x->shape), cells = p->shape.num_stages * columns;
-    int64_t cell = unit.stage * columns + s1f_column(&x->shape, unit);
+    int32_t id = s1f_problem_number_of(x, unit), pass = (int32_t)s1f_first_product(unit.pass);
+    int64_t cells = s1f_table_count(&x->shape, S1F_PER_CELL), cell = s1f_column_of_all(&x->shape, unit);
     int num_earlier = 0;
     s1f_unit_input input;
     x->units[id] = unit;
@@ -102,7 +90,8 @@ static void fill_unit(const s1f_problem *p, s1f_problem_units *x, s1f_unit unit,
 /* Row of a unit in `past`. */
 static int64_t related(const s1f_problem_units *x, s1f_unit unit)
 {
-    return ((int64_t)split_pass(unit.pass) * x->shape.num_stages + unit.stage) * x->shape.num_segments + unit.segment;
+    return ((int64_t)s1f_first_product(unit.pass) * x->shape.num_stages + unit.stage) * x->shape.num_segments +
+           unit.segment;
 }
 
 /* A unit's past is what it waits for, and the past of that; in the longest micro-batch, and so in those with fewer

@@ -2,7 +2,6 @@
  * rank is full. */
 #include "families.h"
 
-#include "../core/pool.h"
 #include "in_time.h"
 
 #include <math.h>
@@ -27,7 +26,7 @@ typedef struct {
     int is_equal;     /* all units take 1 second */
     int may_delay;    /* W may run into the time of the plan's next unit */
     double tolerance; /* seconds */
-    s1f_pool pool;    /* of the arrays of ranks */
+    s1f_pool pool;    /* of all arrays */
     rank_state *ranks;
     s1f_schedule *out;
 } walk;
@@ -37,17 +36,11 @@ static int64_t count_units(const s1f_request *request)
     return S1F_SPLIT_PASSES * request->num_cells * request->num_ranks * request->stages_per_rank;
 }
 
-static s1f_product product_of(s1f_unit unit)
-{
-    return unit.pass == S1F_PASS_FORWARD          ? S1F_PRODUCT_OUTPUT
-           : unit.pass == S1F_PASS_BACKWARD_INPUT ? S1F_PRODUCT_INPUT_GRADIENT
-                                                  : S1F_PRODUCT_WEIGHT_GRADIENT;
-}
-
 static double seconds(const walk *w, s1f_unit unit)
 {
-    int64_t cost = unit.stage * w->request->num_columns + s1f_column(&w->board.shape, unit);
-    return w->is_equal ? 1 : w->request->options.costs[product_of(unit)][cost];
+    return w->is_equal
+               ? 1
+               : w->request->options.costs[s1f_first_product(unit.pass)][s1f_column_of_all(&w->board.shape, unit)];
 }
 
 static int is_ready(const walk *w, s1f_unit unit, double now)
@@ -184,7 +177,7 @@ static s1f_status create_walk(walk *w, const s1f_schedule *plan)
         w->ranks[rank].inputs = s1f_pool_take(&w->pool, (size_t)num_units, sizeof *w->ranks[rank].inputs);
     }
     return w->pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to place the units of %zu ranks", num_ranks)
-                            : s1f_board_create(&shape, 0, &w->board);
+                            : s1f_board_create(&shape, &w->pool, &w->board);
 }
 
 static double largest_cost(const s1f_request *request)
@@ -249,7 +242,6 @@ s1f_status s1f_schedule_split(const s1f_request *request, const s1f_schedule *pl
         }
         s1f_schedule_free(w.out);
     }
-    s1f_board_free(&w.board);
     s1f_pool_free(&w.pool);
     if (status != S1F_OK) {
         s1f_schedule_free(best);

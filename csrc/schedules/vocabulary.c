@@ -2,7 +2,6 @@
 #include "vocabulary.h"
 
 #include "../core/check.h"
-#include "../core/pool.h"
 #include "../core/transform.h"
 #include "in_time.h"
 
@@ -24,7 +23,7 @@ typedef struct {
 typedef struct {
     const double *const *pass_seconds;
     double tolerance;
-    s1f_pool pool; /* of all arrays but the board's */
+    s1f_pool pool; /* of all arrays */
     s1f_board board;
     rank_state *ranks;
     s1f_unit
@@ -61,8 +60,7 @@ static void copy_ahead(const s1f_unit *units, int64_t count, int64_t ahead, s1f_
 
 static double seconds_of(const spreading *s, s1f_unit unit)
 {
-    return s
-        ->pass_seconds[unit.pass][unit.stage * s1f_num_columns(&s->board.shape) + s1f_column(&s->board.shape, unit)];
+    return s->pass_seconds[unit.pass][s1f_column_of_all(&s->board.shape, unit)];
 }
 
 /* Whether the next unit of a queue may start, its inputs apart. */
@@ -155,7 +153,7 @@ static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_s
                                     [STATISTICS] = what & S1F_SPREAD_OUTPUT,
                                     [EMBED] = what & S1F_SPREAD_INPUT,
                                     [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
-    S1F_TRY(s1f_board_create(shape, 0, &s->board));
+    S1F_TRY(s1f_board_create(shape, &s->pool, &s->board));
     s->ranks = s1f_pool_take(&s->pool, (size_t)shape->num_ranks, sizeof *s->ranks);
     *num_units = 0;
     for (int32_t rank = 0; !s->pool.is_short && rank < shape->num_ranks; rank++) {
@@ -204,6 +202,5 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
             "with every unit behind %lld more Fs of its rank the ranks wait for each other: let fewer go ahead",
             (long long)ahead);
     s1f_pool_free(&s.pool);
-    s1f_board_free(&s.board);
     return s1f_transform_finish(&t, status, out);
 }

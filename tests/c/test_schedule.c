@@ -2,8 +2,8 @@
 #include "check.h"
 
 #include "../../csrc/core/check.h"
+#include "../../csrc/core/key_ranges.h"
 #include "../../csrc/core/lower.h"
-#include "../../csrc/core/rows.h"
 #include "../../csrc/core/schedule.h"
 #include "../../csrc/core/transform.h"
 #include "../../csrc/model/critical.h"

@@ -1,5 +1,5 @@
-/* rows.c - keeps the live segments of each micro-batch in the order of their rows. */
-#include "rows.h"
+/* key_ranges.c - keeps the live segments of each micro-batch in the order of their rows, and follows a path. */
+#include "key_ranges.h"
 
 #include "pool.h"
 #include "table.h"
@@ -91,4 +91,18 @@ s1f_status s1f_assign_rows(const s1f_shape *shape, const s1f_unit *units, int64_
         pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for the rows of %zu segments", cells) : S1F_OK;
     s1f_pool_free(&pool);
     return status;
+}
+
+s1f_key_range *s1f_key_ranges_of(const s1f_shape *shape, s1f_unit unit, const int64_t *rows, const int64_t *offsets,
+                                 const int64_t *sizes, s1f_key_range *end)
+{
+    s1f_key_range *range = end;
+    for (; unit.segment >= 0; unit.segment = s1f_parent_of(shape, unit)) {
+        int64_t column = s1f_column(shape, unit), row = rows[s1f_cell_of_all(shape, unit)];
+        if (range < end && row + sizes[column] == range->row)
+            *range = (s1f_key_range){offsets[column], range->end, row};
+        else
+            *--range = (s1f_key_range){offsets[column], offsets[column] + sizes[column], row};
+    }
+    return range;
 }
