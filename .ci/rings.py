@@ -40,6 +40,15 @@ PLACES = {
     "tests/data": "planner",
     "tests/hf": "hf",
 }
+# Rooms of the product, lowest first: a file imports or includes files of its own room and of those before it.
+ROOMS = (
+    *("csrc/core", "csrc/schedules", "csrc/model", "kernels", "kernels/cuda"),
+    *("csrc/run", "csrc/device", "csrc/torch", "csrc/binding"),
+    *("seq1f1b", "seq1f1b/attention", "seq1f1b/transport", "seq1f1b/documents", "seq1f1b/engine", "seq1f1b/device"),
+    *("seq1f1b/checks", "seq1f1b/report", "seq1f1b/adapters", "seq1f1b/transformers", "seq1f1b/planning"),
+    *("seq1f1b/data.py", "seq1f1b/view", "seq1f1b/cli"),
+    *("seq1f1b/launcher.py", "seq1f1b/testing.py", "seq1f1b/__main__.py", "seq1f1b/__init__.py"),
+)
 OF_ALL = ("tests/front", "tests/support", "tests/conftest.py")  # test files that no ring owns
 
 # What a ring's run adds to its own files: one look at each of the others, and what holds the house together.
@@ -72,6 +81,28 @@ def ring_of(path: str) -> str:
     """The ring of a file, named from the root of the repository."""
     named = [place for place in PLACES if path == place or path.startswith(f"{place}/")]
     return PLACES[max(named, key=len)] if named else "core"
+
+
+def room_of(path: str) -> str:
+    """The room of a file of the product, named from the root of the repository."""
+    return max((room for room in ROOMS if path == room or path.startswith(f"{room}/")), key=len)
+
+
+def picture(arrows: set[tuple[str, str]]) -> str:
+    """A picture of rooms, as a graph of Mermaid: an arrow for each room that another one imports from.
+
+    What follows from two other arrows is left out, and so are files that are a room by themselves.
+    """
+    reached: dict[str, set[str]] = {}
+    for room in ROOMS:  # lowest first
+        own = {to for of, to in arrows if of == room and to != room}
+        reached[room] = own.union(*(reached[to] for to in own))
+    lines = ["graph TD"]
+    for room in reversed([room for room in ROOMS if not room.endswith(".py")]):
+        own = {to for of, to in arrows if of == room and to != room}
+        kept = [to for to in ROOMS if to in own and not any(to in reached[other] for other in own)]
+        lines += [f"    {room.replace('/', '_')}[{room}] --> {to.replace('/', '_')}[{to}]" for to in kept]
+    return "\n".join(lines) + "\n"
 
 
 def tests_of(ring: str) -> list[str]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b import _C
+from seq1f1b.attention.unit import current
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -179,13 +180,13 @@ class InSegments:
         self._rows: dict[int, _Rows] = {}  # by micro-batch, as long as it has segments to come
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        unit = _C.current_unit()
+        unit, found = current(), _C.unit_tokens()
         with torch.autocast("cpu", enabled=False):
-            if unit is None:
+            if unit is None or found is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            tokens, microbatch, segment, offset = unit.sequence_length, unit.microbatch, unit.segment, unit.offset
-            rows = _Rows(k, tokens) if segment == 0 else self._rows.pop(microbatch)
-            if segment < unit.num_segments - 1:
-                self._rows[microbatch] = rows
+            offset, _, tokens = found
+            rows = _Rows(k, tokens) if unit.segment == 0 else self._rows.pop(unit.microbatch)
+            if not unit.is_last:
+                self._rows[unit.microbatch] = rows
             q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
             return _TwoCallsInRows.apply(q, k, v, rows, offset)

@@ -8,21 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
+from seq1f1b.report.report import PipelineReport
 from seq1f1b.seconds import Fit, Span
 from seq1f1b.unit_times import terms_of, unit_seconds
-
-if TYPE_CHECKING:
-    from seq1f1b.engine.engine import PipelineEngine
-    from seq1f1b.report.report import PipelineReport
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 

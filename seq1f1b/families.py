@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -80,23 +81,30 @@ class Family:
                 raise ValueError(f"{self.name} takes no option '{name}'; it takes {', '.join(self.options) or 'none'}")
         names = ("num_ranks", "num_microbatches", "num_segments", "stages_per_rank")
         for name, value in zip(names, (num_ranks, num_microbatches, segments, stages_per_rank), strict=True):
-            whole(name, value, 1, MOST)
+            if not (isinstance(value, int) and 1 <= value <= MOST):
+                whole(name, value, 1, MOST)
         form = Counts(num_ranks, num_ranks * stages_per_rank, segments, rows)
-        read = tuple(_option(form, options, *row) for row in _C.FAMILY_OPTIONS)
+        read = tuple(
+            _option(form, options[row[0]], *row) if row[0] in options else _LEFT_OUT[row[0]]
+            for row in _C.FAMILY_OPTIONS
+        )
         return self.name, num_ranks, num_microbatches, segments, stages_per_rank, read, rows, of_all
 
 
-def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, least: int, words: tuple[str, str]) -> Any:
+_LEFT_OUT = {name: None if kind in ("costs", "units", "ranks") else 0 for name, kind, _, _ in _C.FAMILY_OPTIONS}
+
+
+def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: tuple[str, str]) -> Any:
     """An option as the core reads it: a number, the place of a word, or an array. The core refuses wrong counts."""
     is_table = kind in ("costs", "units", "ranks")
     columns = form.num_segments if form.rows is None else sum(form.rows)
-    if name not in options or (is_table and not 0 < form.num_stages * columns < 2**31):
-        return (None, None, None) if kind == "costs" else None if is_table else 0
-    value = options[name]
+    if is_table and not 0 < form.num_stages * columns < 2**31:
+        return _LEFT_OUT[name]
     if kind == "costs":
         if not hasattr(value, "__len__") or len(value) != 3:
             raise ValueError("costs must hold the costs of F, I and W")
-        return tuple(flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        tables = (flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        return sum(tables, array("d"))
     if is_table:
         return flat(form, name, _C.PER_CELL if kind == "units" else _C.PER_RANK, value, "q")
     if kind == "word":
@@ -109,6 +117,7 @@ def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, leas
     return whole(name, value, least, MOST if kind == "int32" else 2**63 - 1)
 
 
+@cache
 def families() -> tuple[Family, ...]:
     """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
     return tuple(Family(*facts) for facts in _C.schedule_families())

@@ -128,6 +128,13 @@ def check_number(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}, must be above 0")
 
 
+def check_part(part: tuple[int, int]) -> tuple[int, int]:
+    """(rank, size), or the error that names the rule."""
+    if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
+        raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
+    return part
+
+
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
     """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -14,11 +15,42 @@ if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
     from seq1f1b.simulation import Costs, Links, StepMemory
 
-__all__ = ["MOST", "Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte", "whole"]
+__all__ = [
+    "HOLDINGS",
+    "MOST",
+    "Counts",
+    "Holding",
+    "flat",
+    "held_bytes",
+    "numbers",
+    "pass_seconds",
+    "seconds_per_byte",
+    "whole",
+]
 
 
 MOST = 2**31 - 1
 """Largest count that the core takes."""
+
+
+class Holding(NamedTuple):
+    """What units hold, as :class:`seq1f1b.StepMemory` has its bytes.
+
+    Attributes:
+        name: of its bytes in ``StepMemory``.
+        text: in words.
+        per: what its bytes have a value for: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
+        counts_with: number of the holding whose peak it is a part of.
+    """
+
+    name: str
+    text: str
+    per: int
+    counts_with: int
+
+
+HOLDINGS = tuple(Holding(*row) for row in _C.HOLDINGS)
+"""The position is the number of the holding in C."""
 
 
 class Counts(NamedTuple):
@@ -83,6 +115,14 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     Raises:
         ValueError, TypeError: a sequence has another length, or holds what is no number; names the table and the place.
     """
+    if order.rows is None:  # in the form that it should have, most often
+        k, S, is_nested = order.num_segments, order.num_stages, per == _C.PER_CELL
+        wanted = {_C.PER_RANK: order.num_ranks, _C.PER_PAIR: S - 1, _C.PER_SEGMENT: k}.get(per, S)
+        with contextlib.suppress(TypeError, OverflowError):
+            if not hasattr(given, "__len__"):
+                return array(code, [given]) * (wanted * k if is_nested else wanted)
+            if len(given) == wanted and (not is_nested or set(map(len, given)) == {k}):
+                return array(code, list(chain.from_iterable(given) if is_nested else given))
     lengths, form = _form(order, per)
     if not hasattr(given, "__len__"):
         counts = lengths[-1] if isinstance(lengths[-1], tuple) else lengths[-1:]
@@ -107,17 +147,20 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Seconds of every pass, [pass][stage][column], with those that stand in for None."""
     seconds, given = array("d"), 0
+    cells = order.num_stages * (order.num_segments if order.rows is None else sum(order.rows))
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # what is no attribute costs nothing
         given |= (table is not None) << number
-        seconds += flat(order, name, _C.PER_CELL, 0.0 if table is None else table)
+        seconds += array("d", bytes(8 * cells)) if not table else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
     return seconds
 
 
 def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
     """Returns the seconds of a byte between each pair of neighbouring stages."""
-    given = flat(order, "bandwidth", _C.PER_PAIR, float("inf") if links.bandwidth is None else links.bandwidth)
+    if links.bandwidth is None:
+        return array("d", bytes(8 * (order.num_stages - 1)))
+    given = flat(order, "bandwidth", _C.PER_PAIR, links.bandwidth)
     for value in given:
         if not value > 0:
             raise ValueError(f"bandwidth is {value}, must be above 0")
@@ -127,14 +170,15 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tuple[array[int] | None, ...]:
     """Bytes of each holding, None where it is nothing, and of messages and statistics."""
     tables: list[array[int] | None] = []
-    for row in _C.HOLDINGS:
+    for row in HOLDINGS:
         given = getattr(memory, row.name)
-        tables.append(None if given is None else flat(order, row.name, row.per, given, "q"))
+        is_nothing = given is None or (given.__class__ is int and given == 0)
+        tables.append(None if is_nothing else flat(order, row.name, row.per, given, "q"))
     whole, kept = tables[:2]  # in C the first is without the second, which W reads
-    if kept is None:
+    if memory.kept_activations is None:
         tables[:2] = None, whole
-    else:
-        assert whole is not None
+    elif kept is not None:
+        whole = tables[0] = array("q", bytes(8 * len(kept))) if whole is None else whole
         for i, (all_of_it, part) in enumerate(zip(whole, kept, strict=True)):
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
@@ -142,7 +186,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tupl
     messages: tuple[array[int] | None, ...] = (None, None)
     if links is not None:
         messages = tuple(
-            flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q")
+            flat(order, name, _C.PER_SEGMENT, given, "q") if (given := getattr(links, name)) else None
             for name in ("message_bytes", "statistics_bytes")
         )
     return *(table if table is not None and any(table) else None for table in tables), *messages

@@ -154,14 +154,12 @@ def has_equal_layers(model: ModelShape) -> bool:
 
 
 def _layer(model: ModelShape, kind: LayerKind) -> Layer:
-    def own(value: int | None, default: int) -> int:
-        return default if value is None else value
-
-    heads, kv_heads = own(kind.heads, model.heads), own(kind.kv_heads, model.kv_heads)
-    size = own(kind.head_dim, model.head_dim) or model.hidden // model.heads
-    of_values = own(kind.value_dim, size)
+    own = {name: value for name, value in kind._asdict().items() if value is not None}
+    heads, kv_heads = own.get("heads", model.heads), own.get("kv_heads", model.kv_heads)
+    size = own.get("head_dim", model.head_dim) or model.hidden // model.heads
+    of_values = own.get("value_dim", size)
     queries, values, keys = heads * size, heads * of_values, kv_heads * (size + of_values) if heads else 0
-    ffn, visited = own(kind.ffn, model.ffn), own(kind.experts_per_token, model.experts_per_token)
+    ffn, visited = own.get("ffn", model.ffn), own.get("experts_per_token", model.experts_per_token)
     return Layer(
         heads=heads,
         queries=queries,
@@ -169,12 +167,12 @@ def _layer(model: ModelShape, kind: LayerKind) -> Layer:
         keys=keys,
         ffn=ffn * visited + kind.shared,
         expert=ffn,
-        experts=own(kind.experts, model.experts),
+        experts=own.get("experts", model.experts),
         experts_per_token=visited,
-        mixer=own(kind.mixer, model.hidden * (queries + keys + values)),
-        inner=own(kind.inner, queries + keys),
-        outer=own(kind.outer, values),
-        kept=own(kind.kept, queries + values),
+        mixer=own.get("mixer", model.hidden * (queries + keys + values)),
+        inner=own.get("inner", queries + keys),
+        outer=own.get("outer", values),
+        kept=own.get("kept", queries + values),
         **{name: getattr(kind, name) for name in ("window", "shared", "scan", "state", "tail", "norms", "other")},
     )
 
@@ -187,24 +185,10 @@ def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequenc
         layer = kinds[number]
         products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
         widths[layer.window] += layer.queries + layer.values
-    import numpy as np  # not needed by who imports the package alone
+    from seq1f1b.seconds import spans_between  # needs numpy, which who imports the package alone does not
 
-    ends = np.cumsum([0, *documents], dtype=np.float64)
-    at = np.asarray(bounds, dtype=np.float64)
-    owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
-
-    def triangle(tokens: Any) -> Any:
-        return tokens * (tokens + 1) / 2
-
-    total = products * at
-    for window, width in widths.items():
-
-        def pairs_of_first(tokens: Any, window: int = window) -> Any:
-            return triangle(tokens) - (triangle(np.maximum(tokens - window, 0.0)) if window else 0.0)
-
-        before = np.cumsum([0.0, *pairs_of_first(np.diff(ends))])
-        total = total + 2.0 * width * (before[owners] + pairs_of_first(at - ends[owners]))
-    return np.diff(total)
+    span = spans_between(documents, bounds, tuple(widths))
+    return products * span.tokens + sum(2.0 * w * pairs for w, pairs in zip(widths.values(), span.within, strict=True))
 
 
 def _check_kinds(model: ModelShape) -> None:
@@ -324,16 +308,16 @@ def partition_sequence(
         costs = _piece_flops(model, seq_len, documents or (seq_len,))
     elif model is not None:
         of_rows = None if documents is None else numbers("documents", "q", documents)
-        return _C.partition(seq_len, num_segments, _flops_of(model), of_rows, None, mix, multiple_of)
+        return _C.partition(seq_len, num_segments, *_flops_of(model), of_rows, None, mix, multiple_of)
     pieces = None if costs is None else numbers("costs", "d", costs)
-    return _C.partition(seq_len, num_segments, (1.0, 0.0), None, pieces, 0.0 if costs is None else mix, multiple_of)
+    return _C.partition(seq_len, num_segments, 1.0, 0.0, None, pieces, 0.0 if costs is None else mix, multiple_of)
 
 
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     """Operations of equal pieces of a sequence, the sum of its rows."""
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
-    _C.partition(seq_len, 1, (1.0, 0.0), rows, None, 1.0, 1)  # raises unless these are whole rows
+    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless these are whole rows
     pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
     bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
     found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])

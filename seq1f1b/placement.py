@@ -37,11 +37,11 @@ def common_device(modules: Sequence[Any]) -> torch.device:
 
 @contextmanager
 def step_on(device: torch.device) -> Iterator[None]:
-    """Around a step. Autograd would run backward of a device in a thread that all ranks of a process share; ranks that
-    are threads, and errors of ops, need it in their own."""
-    if device.type == "cpu":
-        yield
-        return
+    """Around a step on a GPU: the backward runs in the rank's own thread.
+
+    Autograd would run it in a thread that all ranks of a process share. Ranks that are threads, and errors of ops, need
+    it in their own.
+    """
     with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
         yield
 

@@ -14,7 +14,7 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
-from seq1f1b.flat import MOST, flat, held_bytes, pass_seconds, seconds_per_byte, whole
+from seq1f1b.flat import HOLDINGS, MOST, flat, held_bytes, pass_seconds, seconds_per_byte, whole
 from seq1f1b.simulation import (
     Costs,
     Links,
@@ -28,7 +28,7 @@ from seq1f1b.simulation import (
     unit_seconds,
     whole_values,
 )
-from seq1f1b.unit import Timeline, Unit
+from seq1f1b.unit import Timeline, Unit, edges_of
 
 __all__ = [
     "Costs",
@@ -82,8 +82,10 @@ class Schedule:
         self.prefetch: int | None = None if like is None else like.prefetch
         self._times: array[float] | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
-        counts, self.rank_of_stage, rows, parents, self._num_units, self._passes = _C.schedule_facts(handle)
+        counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
+        self.rank_of_stage = tuple(of_stages)
+        rows = tuple(b - a for a, b in pairwise(bounds))
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
         trees = tuple(tuple(islice(each, k)) for k in rows)
@@ -151,7 +153,7 @@ class Schedule:
         Raises:
             ScheduleError: the order breaks a rule.
         """
-        return tuple(edge.num_places for edge in _C.program_edges(self._lower()))
+        return tuple(edge.num_places for edge in edges_of(self._lower()))
 
     @property
     def _places_text(self) -> str:
@@ -179,7 +181,7 @@ class Schedule:
         """The units of one rank in run order."""
         units = self._units.get(rank)
         if units is None:
-            numbers = memoryview(_C.schedule_units(self.handle, rank)).cast("i")
+            numbers = _C.schedule_units(self.handle, rank)
             kinds = map(_C.PASSES.__getitem__, numbers[::4])
             units = self._units[rank] = tuple(map(Unit, kinds, numbers[1::4], numbers[2::4], numbers[3::4]))
         return units
@@ -293,13 +295,12 @@ class Schedule:
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        given = (
-            whole_values(self, "room", _C.PER_RANK, room),
-            flat(self, "tier", _C.PER_CELL, costs.tier),
-            unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None,
-        )
+        rooms = whole_values(self, "room", _C.PER_RANK, room)
+        tier = flat(self, "tier", _C.PER_CELL, costs.tier)
+        start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
         held = held_bytes(self, memory, costs.links)
-        return self._with_kinds(_C.program_fit(self._lower(), held, given, "recompute" in by, "offload" in by))
+        kinds = _C.program_fit(self._lower(), held, rooms, tier, start, "recompute" in by, "offload" in by)
+        return self._with_kinds(kinds)
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
@@ -412,7 +413,7 @@ class Schedule:
         Raises:
             ValueError: names line and unit.
         """
-        return cls._from_handle(_C.schedule_from_text(text))
+        return cls._from_handle(_C.schedule_from_text(text, 0))
 
     def to_csv(self) -> str:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
@@ -491,9 +492,9 @@ class Schedule:
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
-        ``_C.HOLDINGS``."""
-        found = memoryview(_C.program_changes(self._lower(), held_bytes(self, memory, None)))
-        rows = iter(found.cast("q", (sum(self._num_units), len(_C.HOLDINGS), 2)).tolist())
+        ``HOLDINGS``."""
+        found = _C.program_changes(self._lower(), held_bytes(self, memory, None)).cast("B")
+        rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
     def _seconds_of(self, costs: Costs) -> array[float]:
@@ -593,4 +594,6 @@ def build_schedule(
     schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule = schedule.replace(costs=costs_of_options(options))
-    return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)
+    schedule = schedule.replace(prefetch=prefetch, weights=weights)
+    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
+    return schedule if offload_units == "none" else schedule.offload(offload_units)

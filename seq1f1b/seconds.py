@@ -23,10 +23,10 @@ class Span(NamedTuple):
     many segments: sources of seconds use operators and ufuncs of numpy alone.
     """
 
-    tokens: int
-    pairs: float
-    end: int
-    within: tuple[float, ...] = ()
+    tokens: Any
+    pairs: Any
+    end: Any
+    within: tuple[Any, ...] = ()
 
 
 class PassSeconds(NamedTuple):
@@ -62,27 +62,35 @@ PASSES = {letter: name for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=
 SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True)}
 
 
-def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token up to it that it attends to.
+def _pairs_of_first(tokens: Any, window: int) -> Any:
+    """Pairs of the first tokens of a document, a number or an array."""
+    far = (tokens - window) * (tokens > window) if window else 0  # of those, as many pairs are out of sight
+    return (tokens * (tokens + 1) - far * (far + 1)) / 2
+
+
+def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any:
+    """Pairs of one of the tokens of a row of documents and a token up to it that it attends to: an array, of the tokens
+    between each two of the bounds.
 
     window: tokens that one attends to, itself included; 0: all before it.
     """
-    first, pairs = 0, 0.0
-    for length in documents:
-        low, high = max(begin - first, 0), min(end - first, length)
-        if low < high:
-            pairs += (high * (high + 1) - low * (low + 1)) / 2
-            if window:  # the tokens beyond it: as many pairs as without a window, of a document that begins later
-                far, near = max(high - window, 0), max(low - window, 0)
-                pairs -= (far * (far + 1) - near * (near + 1)) / 2
-        first += length
-    return pairs
+    ends = np.cumsum([0, *documents], dtype=np.float64)
+    at = np.asarray(bounds, dtype=np.float64)
+    owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
+    before = np.cumsum([0.0, *_pairs_of_first(np.diff(ends), window)])
+    return np.diff(before[owners] + _pairs_of_first(at - ends[owners], window))
 
 
-def span_of(documents: Sequence[int], begin: int, end: int, windows: Sequence[int] = ()) -> Span:
-    """Tokens ``[begin, end)`` of a row of documents."""
-    within = tuple([pairs_of(documents, begin, end, window) for window in windows]) if windows else ()
-    return Span(end - begin, pairs_of(documents, begin, end), end, within)
+def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
+    """The same of the tokens ``[begin, end)``."""
+    return float(pairs_between(documents, (begin, end), window)[0])
+
+
+def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
+    """The tokens of a row of documents between each two of the bounds: one span, of arrays."""
+    at = np.asarray(bounds, dtype=np.float64)
+    within = tuple([pairs_between(documents, at, window) for window in windows])
+    return Span(np.diff(at), pairs_between(documents, at), at[1:], within)
 
 
 def spans_of(
@@ -101,33 +109,40 @@ def spans_of(
         parents: of a tree, the segment that each follows, -1: none.
         parts: of a tree, for each segment its tokens, or those of each leaf; None: no leaves share one.
     """
+    if parents is None:
+        bounds = list(itertools.accumulate(sizes, initial=0))
+        found = spans_between(documents or (bounds[-1],), bounds, windows)
+        columns = (each.tolist() for each in (*found[:3], *found.within))
+        return [Span._make((*row[:3], row[3:])) for row in zip(*columns, strict=True)]
+    ends: list[int] = []
     spans: list[Span] = []
-    for number, size in enumerate(sizes):
-        parent = number - 1 if parents is None else parents[number]
-        begin = spans[parent].end if parent >= 0 else 0
+    for number, (size, parent) in enumerate(zip(sizes, parents, strict=True)):
+        begin = ends[parent] if parent >= 0 else 0
         leaves = (size,) if parts is None else parts[number]
-        each = [span_of(documents or (begin + n,), begin, begin + n, windows) for n in leaves]
-        if len(each) > 1:
-            within = tuple(map(sum, zip(*(span.within for span in each), strict=True)))
-            each = [Span(size, sum(span.pairs for span in each), begin + size, within)]
-        spans += each
+        pairs = [
+            sum(_pairs_of_first(begin + n, window) - _pairs_of_first(begin, window) for n in leaves)
+            for window in (0, *windows)
+        ]
+        ends.append(begin + size)
+        spans.append(Span(size, pairs[0], begin + size, tuple(pairs[1:])))
     return spans
 
 
-def seconds_of(source: Any, spans: Sequence[Span]) -> Any:
-    """Tables of the units over these spans, of any rows, as a ``PassSeconds``. Stages of one kind share a list.
+def seconds_of(source: Any, span: Span) -> Any:
+    """Tables of the units over a span of arrays, of any rows, as a ``PassSeconds``. Stages of one kind share a list.
 
     source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
         alike for stages that cost alike; ``seconds(span)`` tells those of a unit, for each kind, and ``shard(span)``
         those of a vocabulary over the ranks.
     """
-    by_kind = [_lists(found, len(spans)) for found in source.seconds(arrays_of(spans))]
+    zeros = 0.0 * span.tokens  # makes arrays of numbers that are the same for all
+    by_kind = [[(seconds + zeros).tolist() for seconds in found] for found in source.seconds(span)]
     return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
 
 
-def shards_of(source: Any, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
+def shards_of(source: Any, span: Span) -> dict[str, list[list[float]]]:
     """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
-    rows = _lists(source.shard(arrays_of(spans)), len(spans))
+    rows = [(seconds + 0.0 * span.tokens).tolist() for seconds in source.shard(span)]
     return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
 
 
@@ -136,11 +151,6 @@ def arrays_of(spans: Sequence[Span]) -> Span:
     tokens, pairs, end, within = zip(*spans, strict=True)
     columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
     return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
-
-
-def _lists(seconds: Sequence[Any], count: int) -> list[list[float]]:
-    """Arrays, or numbers where all are alike, as lists of so many numbers."""
-    return [np.broadcast_to(each, count).tolist() for each in seconds]
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

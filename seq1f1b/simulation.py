@@ -10,7 +10,7 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
-from seq1f1b.flat import MOST, flat, held_bytes, numbers, pass_seconds, seconds_per_byte, whole
+from seq1f1b.flat import HOLDINGS, MOST, flat, held_bytes, numbers, pass_seconds, seconds_per_byte, whole
 from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
@@ -224,20 +224,16 @@ def simulated(
     progress: Callable[[int], object] | None,
 ) -> Simulation:
     """Runs an order in the core; arguments and errors are those of :meth:`seq1f1b.Schedule.simulate`."""
-    whole("steps", steps, 1, MOST)
+    if not 1 <= steps <= MOST:
+        whole("steps", steps, 1, MOST)
     if steps > 1 and optimizer_sync is None:
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    whole("seed", noise.seed, 0, 2**64 - 1)
+    if not 0 <= noise.seed < 2**64:
+        whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
-    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
-    send, jitter, transfer_jitter = (
-        numbers(name, "d", [value])[0]
-        for name, value in (
-            ("send", links.send),
-            ("jitter", noise.jitter),
-            ("transfer_jitter", noise.transfer_jitter),
-        )
-    )
+    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier) if costs.tier else None, costs.links
+    [send] = numbers("send", "d", [links.send])
+    jitters = numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter])
     makespan, period, span, busy, wait, times, path = _C.program_simulate(
         program,
         (
@@ -246,29 +242,30 @@ def simulated(
             seconds_per_byte(schedule, links),
             flat(schedule, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
             flat(schedule, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
-            tier if any(tier) else None,
+            tier if tier is not None and any(tier) else None,
             flat(schedule, "optimizer", _C.PER_RANK, costs.optimizer),
             None if durations is None else unit_seconds(schedule, durations),
         ),
         send,
-        (jitter, transfer_jitter, noise.seed),
+        jitters,
+        noise.seed,
         schedule.fills,
-        (steps, bool(optimizer_sync)),
+        steps,
+        bool(optimizer_sync),
         critical,
         progress or _ignore,
     )
     if schedule._peak is None:  # the same whatever units cost and hold
         schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
-    starts = pairwise(accumulate((8 * count for count in 3 * counts), initial=0))
-    rows = iter(_doubles(memoryview(times)[begin:end]) for begin, end in starts)
-    start, ends, slack = (list(islice(rows, len(counts))) for _ in range(3))
-    each_busy = tuple(array("d", busy))
+    bounds = pairwise(accumulate(3 * counts, initial=0))
+    rows = iter([array("d", times[begin:end]) for begin, end in bounds])
+    start, ends, slack = (tuple(islice(rows, len(counts))) for _ in range(3))
     return Simulation(
         makespan=makespan,
-        span=tuple(array("d", span)),
-        busy=each_busy,
-        wait=tuple(array("d", wait)),
-        bubble=tuple(makespan - seconds for seconds in each_busy),
+        span=tuple(span),
+        busy=tuple(busy),
+        wait=tuple(wait),
+        bubble=tuple(makespan - seconds for seconds in busy),
         peak=schedule._peak,
         memory=None if memory is None else memory_of(schedule, memory, links),
         given=memory,
@@ -276,8 +273,8 @@ def simulated(
         slack=tuple(map(tuple, slack)) if critical else None,
         critical_path=tuple(schedule.units_of(rank)[i] for rank, i in path) if critical else None,
         schedule=schedule,
-        start=tuple(start),
-        end=tuple(ends),
+        start=start,
+        end=ends,
     )
 
 
@@ -294,33 +291,29 @@ def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[f
 
 def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[int]]:
     """For each rank the units, the bytes of each holding, of receive places, and of all, at their peaks."""
-    found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links))
-    rows: Any = memoryview(found).cast("q", (schedule.num_ranks, len(_C.HOLDINGS) + 3))
+    found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links)).cast("B")
+    rows: Any = found.cast("q", (schedule.num_ranks, len(HOLDINGS) + 3))
     return rows.tolist()  # type: ignore[no-any-return]
 
 
 def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemory:
     """Peaks of every rank; adds what is held throughout a step."""
 
-    def per_rank(name: str, given: Any) -> tuple[int, ...]:
-        held = [0] * schedule.num_ranks
-        values = whole_values(schedule, name, _C.PER_STAGE, given)
+    constant = dict.fromkeys(("weights", "optimizer", "logits"), (0,) * schedule.num_ranks)
+    for name in [name for name in constant if getattr(memory, name)]:
+        given, held = getattr(memory, name), [0] * schedule.num_ranks
+        of_stages = [0] * (schedule.num_stages - 1) + [given] if name == "logits" else given
+        values = whole_values(schedule, name, _C.PER_STAGE, of_stages)
         for rank, value in zip(schedule.rank_of_stage, values, strict=True):
             held[rank] += value
-        return tuple(held)
-
+        constant[name] = tuple(held)
     _, *of_holdings, receive, totals = zip(*_peaks(schedule, memory, links), strict=True)
-    constant = {
-        "weights": per_rank("weights", memory.weights),
-        "optimizer": per_rank("optimizer", memory.optimizer),
-        "logits": per_rank("logits", [0] * (schedule.num_stages - 1) + [memory.logits]),
-    }
-    held = {row.name: of_holdings[h] for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
+    found = {row.name: of_holdings[h] for h, row in enumerate(HOLDINGS) if row.counts_with == h}
     return PeakMemory(
         receive=receive,
         total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
         **constant,
-        **held,
+        **found,
     )
 
 
@@ -355,10 +348,3 @@ def _sum(a: Any, b: Any) -> Any:
 
 def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
-
-
-def _doubles(data: memoryview) -> array[float]:
-    """Takes bytes as they are, where an array made of numbers would look at each."""
-    row = array("d")
-    row.frombytes(data)
-    return row

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from seq1f1b import _C
 
-__all__ = ["Timeline", "Unit", "inputs_of", "unit_of"]
+__all__ = ["ProgramEdge", "Timeline", "Unit", "edges_of", "inputs_of", "unit_of"]
 
 
 class Unit(NamedTuple):
@@ -53,12 +53,29 @@ def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None =
     num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
     after = {}
     for unit in units:
-        number = _C.PASSES.index(unit.kind), *unit[1:]
+        numbers = array("i", [_C.PASSES.index(unit.kind), *unit[1:]])
         k = segments_of[unit.microbatch]
         own = None if parents is None else array("i", parents[unit.microbatch])
-        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards, own)
+        inputs = _C.unit_inputs(num_stages, num_microbatches, k, num_shards, passes, numbers, own)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
+
+
+class ProgramEdge(NamedTuple):
+    """An edge of a lowered program, between two stages on two ranks; ``channel`` as in ``csrc/core/unit.h``."""
+
+    source_stage: int
+    destination_stage: int
+    source_rank: int
+    destination_rank: int
+    channel: int
+    num_places: int
+    num_messages: int
+
+
+def edges_of(program: Any) -> list[ProgramEdge]:
+    """The edges of a program, in the core's order."""
+    return [ProgramEdge(*edge) for edge in _C.program_edges(program)]
 
 
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]

@@ -4,7 +4,7 @@ import pytest
 import slices
 
 LONGEST_FIRST = (
-    *("front/test_examples.py", "transport/test_rendezvous.py", "front/test_docs.py"),
+    *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py"),
     *("transport/test_restarts.py", "engine/test_failures.py", "front/test_benchmarks.py", "checks/test_verify.py"),
     *("transport/test_machines.py", "engine/test_engine_compile.py", "front/test_gpu_benchmark.py"),
 )

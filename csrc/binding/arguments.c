@@ -1,118 +1,184 @@
 /* arguments.c - from Python's arguments to the core's types, and from the core's results to Python's. */
 #include "binding.h"
 
-#include "../core/program.h"
-#include "../device/copy_end.h"
-#include "../run/arena.h"
-#include "../run/kv_cache.h"
-#include "../run/tier.h"
+#include "../run/p2p.h"
 
 #include <string.h>
 
 /* -- handles ------------------------------------------------------------------------------------------------------- */
 
-void *s1f_from_capsule(PyObject *capsule, const char *name)
-{
-    if (!PyCapsule_IsValid(capsule, name)) {
-        PyErr_Format(PyExc_TypeError, "expected a %s handle", name);
-        return NULL;
-    }
-    return PyCapsule_GetPointer(capsule, name);
-}
-
-/* A capsule that keeps `borrowed`. On an error the pointer is still the caller's. */
-static PyObject *wrap(void *core, const char *name, PyCapsule_Destructor destroy, PyObject *borrowed)
-{
-    PyObject *capsule = PyCapsule_New(core, name, destroy);
-    if (capsule != NULL && borrowed != NULL)
-        PyCapsule_SetContext(capsule, Py_NewRef(borrowed));
-    return capsule;
-}
-
 /* Freeing may wait: a watchdog joins its thread, an end between GPUs waits for transfers that are under way. */
-#define S1F_DEFINE_HANDLE(name, NAME)                                                                                  \
+#define S1F_DEFINE_HANDLE(name)                                                                                        \
     static void destroy_##name(PyObject *capsule)                                                                      \
     {                                                                                                                  \
-        s1f_##name *core = PyCapsule_GetPointer(capsule, S1F_CAPSULE_##NAME);                                          \
+        s1f_##name *core = PyCapsule_GetPointer(capsule, S1F_CAPSULE(name));                                           \
         PyObject *borrowed = PyCapsule_GetContext(capsule);                                                            \
-        Py_BEGIN_ALLOW_THREADS                                                                                         \
-        s1f_##name##_free(core);                                                                                       \
-        Py_END_ALLOW_THREADS                                                                                           \
+        S1F_WITHOUT_GIL(s1f_##name##_free(core));                                                                      \
         Py_XDECREF(borrowed);                                                                                          \
     }                                                                                                                  \
-    int s1f_to_##name(PyObject *handle, void *out)                                                                     \
+    int s1f_to_##name(PyObject *given, const char *parameter, void *out)                                               \
     {                                                                                                                  \
-        s1f_##name *core = s1f_from_capsule(handle, S1F_CAPSULE_##NAME);                                               \
-        *(s1f_##name **)out = core;                                                                                    \
-        return core != NULL;                                                                                           \
+        if (!PyCapsule_IsValid(given, S1F_CAPSULE(name))) {                                                            \
+            PyErr_Format(PyExc_TypeError, "expected a %s handle as %s", S1F_CAPSULE(name), parameter);                 \
+            return 0;                                                                                                  \
+        }                                                                                                              \
+        *(s1f_##name **)out = PyCapsule_GetPointer(given, S1F_CAPSULE(name));                                          \
+        return 1;                                                                                                      \
     }                                                                                                                  \
     PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed)                                        \
     {                                                                                                                  \
         if (status != S1F_OK)                                                                                          \
             return s1f_raise(status);                                                                                  \
-        PyObject *handle = wrap(core, S1F_CAPSULE_##NAME, destroy_##name, borrowed);                                   \
+        PyObject *handle = PyCapsule_New(core, S1F_CAPSULE(name), destroy_##name);                                     \
         if (handle == NULL)                                                                                            \
             s1f_##name##_free(core);                                                                                   \
+        else if (borrowed != NULL)                                                                                     \
+            PyCapsule_SetContext(handle, Py_NewRef(borrowed));                                                         \
         return handle;                                                                                                 \
     }
 S1F_HANDLES(S1F_DEFINE_HANDLE)
 
-/* -- numbers ------------------------------------------------------------------------------------------------------- */
+/* -- values -------------------------------------------------------------------------------------------------------- */
 
-int s1f_to_int64(PyObject *number, void *out)
+int s1f_to_int64(PyObject *given, const char *parameter, void *out)
 {
     int overflow = 0;
-    long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    long long value = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow)
-        PyErr_Format(PyExc_ValueError, "%S does not fit in 64 bits", number);
+        PyErr_Format(PyExc_ValueError, "%s: %S does not fit in 64 bits", parameter, given);
     if (overflow || (value == -1 && PyErr_Occurred()))
         return 0;
     *(int64_t *)out = value;
     return 1;
 }
 
-int s1f_to_address(PyObject *number, void *out)
+int s1f_to_uint64(PyObject *given, const char *parameter, void *out)
 {
-    void *address = PyLong_AsVoidPtr(number);
-    memcpy(out, &address, sizeof address);
-    return address != NULL || !PyErr_Occurred();
+    (void)parameter;
+    *(uint64_t *)out = PyLong_AsUnsignedLongLong(given);
+    return !PyErr_Occurred();
 }
 
-/* PyArg_ParseTuple calls a converter once more, with NULL, where a later argument is refused. */
-static int to_array(PyObject *given, s1f_array *array, Py_ssize_t value_bytes)
+int s1f_to_int32(PyObject *given, const char *parameter, void *out)
 {
-    if (given == NULL)
-        PyBuffer_Release(&array->view);
-    if (given == NULL || given == Py_None)
-        return Py_CLEANUP_SUPPORTED;
-    if (PyObject_GetBuffer(given, &array->view, PyBUF_SIMPLE) != 0)
+    int64_t value;
+    if (!s1f_to_int64(given, parameter, &value))
         return 0;
-    if (array->view.itemsize != value_bytes) {
-        PyErr_Format(PyExc_TypeError, "%s must be an array of values of %zd bytes", array->name, value_bytes);
-        PyBuffer_Release(&array->view);
+    if (value != (int32_t)value)
+        PyErr_Format(PyExc_ValueError, "%s: %S does not fit in 32 bits", parameter, given);
+    *(int32_t *)out = (int32_t)value;
+    return value == (int32_t)value;
+}
+
+int s1f_to_double(PyObject *given, const char *parameter, void *out)
+{
+    (void)parameter;
+    *(double *)out = PyFloat_AsDouble(given);
+    return !PyErr_Occurred();
+}
+
+int s1f_to_bool(PyObject *given, const char *parameter, void *out)
+{
+    (void)parameter;
+    int is_true = PyObject_IsTrue(given);
+    *(bool *)out = is_true > 0;
+    return is_true >= 0;
+}
+
+int s1f_to_text(PyObject *given, const char *parameter, void *out)
+{
+    Py_ssize_t bytes;
+    const char *text = PyUnicode_AsUTF8AndSize(given, &bytes);
+    if (text != NULL && strlen(text) != (size_t)bytes) {
+        PyErr_Format(PyExc_ValueError, "%s: embedded null character", parameter);
         return 0;
     }
-    array->count = array->view.len / value_bytes;
-    array->values = array->view.buf;
-    return Py_CLEANUP_SUPPORTED;
+    *(const char **)out = text;
+    return text != NULL;
 }
 
-int s1f_to_array(PyObject *given, void *out)
+int s1f_to_path(PyObject *given, const char *parameter, void *out)
 {
-    return to_array(given, out, sizeof(int64_t));
+    return given == Py_None || s1f_to_text(given, parameter, &((s1f_path *)out)->text);
 }
 
-int s1f_to_int32_array(PyObject *given, void *out)
+int s1f_to_address(PyObject *given, const char *parameter, void *out)
 {
-    return to_array(given, out, sizeof(int32_t));
+    (void)parameter;
+    *(void **)out = PyLong_AsVoidPtr(given);
+    return !PyErr_Occurred();
+}
+
+int s1f_to_object(PyObject *given, const char *parameter, void *out)
+{
+    (void)parameter;
+    *(PyObject **)out = given;
+    return 1;
+}
+
+static int view_array(PyObject *given, const char *parameter, size_t value_bytes, Py_buffer *view)
+{
+    if (given == Py_None)
+        return 1;
+    if (PyObject_GetBuffer(given, view, PyBUF_SIMPLE) != 0)
+        return 0;
+    if (view->itemsize == (Py_ssize_t)value_bytes)
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%s must be an array of values of %zu bytes", parameter, value_bytes);
+    PyBuffer_Release(view);
+    return 0;
+}
+
+#define S1F_DEFINE_ARRAY(name, type)                                                                                   \
+    int s1f_to_##name(PyObject *given, const char *parameter, void *out)                                               \
+    {                                                                                                                  \
+        s1f_##name *array = out;                                                                                       \
+        if (!view_array(given, parameter, sizeof(type), &array->view))                                                 \
+            return 0;                                                                                                  \
+        array->values = array->view.buf;                                                                               \
+        array->count = array->view.len / (Py_ssize_t)sizeof(type);                                                     \
+        return 1;                                                                                                      \
+    }
+S1F_ARRAYS(S1F_DEFINE_ARRAY)
+
+/* -- all of a method ----------------------------------------------------------------------------------------------- */
+
+int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parameter *parameters)
+{
+    Py_ssize_t count = PyTuple_Size(arguments), i = 0;
+    for (; parameters[i].read != NULL; i++)
+        if (!parameters[i].read(i < count ? PyTuple_GetItem(arguments, i) : Py_None, parameters[i].name,
+                                parameters[i].out))
+            return 0;
+    if (count > i)
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", method, i, count);
+    return count <= i;
+}
+
+#define S1F_RELEASE_ARRAY(name, type)                                                                                  \
+    if (parameters->read == s1f_to_##name)                                                                             \
+        PyBuffer_Release(&((s1f_##name *)parameters->out)->view);
+
+void s1f_release_arguments(const s1f_parameter *parameters, int has_failed)
+{
+    for (; parameters->read != NULL; parameters++) {
+        S1F_ARRAYS(S1F_RELEASE_ARRAY)
+        if (has_failed && parameters->read == s1f_to_group)
+            s1f_tell_failure(*(s1f_group **)parameters->out);
+        if (has_failed && parameters->read == s1f_to_edge_end && *(s1f_edge_end **)parameters->out != NULL)
+            s1f_tell_failure((*(s1f_edge_end **)parameters->out)->group);
+    }
 }
 
 int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count)
 {
     int is_read = PyTuple_Check(tuple) && s1f_require_count("the tuple of arrays", PyTuple_Size(tuple), count);
-    for (int i = 0; i < count && is_read; i++)
-        is_read = s1f_to_array(PyTuple_GetItem(tuple, i), &arrays[i]) &&
-                  (arrays[i].values == NULL || s1f_require_count(arrays[i].name, arrays[i].count, arrays[i].wanted));
+    for (int i = 0; i < count && is_read; i++) {
+        is_read = view_array(PyTuple_GetItem(tuple, i), arrays[i].name, sizeof(int64_t), &arrays[i].view);
+        arrays[i].values = arrays[i].view.buf;
+        if (is_read && arrays[i].values != NULL)
+            is_read = s1f_require_count(arrays[i].name, arrays[i].view.len / 8, arrays[i].wanted);
+    }
     return is_read;
 }
 
@@ -169,6 +235,29 @@ PyObject *s1f_int64_item(const void *values, int64_t i)
 PyObject *s1f_name_item(const void *names, int64_t i)
 {
     return PyUnicode_FromString(((const char *const *)names)[i]);
+}
+
+PyObject *s1f_view_of(const void *values, int64_t bytes, const char *format)
+{
+    PyObject *copy = PyBytes_FromStringAndSize(values, (Py_ssize_t)bytes);
+    PyObject *view = copy == NULL ? NULL : PyMemoryView_FromObject(copy);
+    PyObject *typed = view;
+    if (view != NULL && bytes > 0) { /* Python casts no empty view */
+        typed = PyObject_CallMethod(view, "cast", "s", format);
+        Py_DECREF(view);
+    }
+    Py_XDECREF(copy);
+    return typed;
+}
+
+PyObject *s1f_from_status(s1f_status status)
+{
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+}
+
+PyObject *s1f_from_object(PyObject *object)
+{
+    return object;
 }
 
 PyObject *s1f_unit_tuple(s1f_unit unit)

@@ -12,6 +12,7 @@
 #include "../core/status.h"
 #include "../core/table.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* -- errors -------------------------------------------------------------------------------------------------------- */
@@ -23,90 +24,176 @@ s1f_status s1f_check_signals(void);
 struct s1f_group;
 /* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
-/* None, or the exception of the status; of s1f_raise_for_group. */
-PyObject *s1f_none(s1f_status status);
-PyObject *s1f_none_of(s1f_status status, const struct s1f_group *group);
+PyObject *s1f_decode(const char *text); /* what it quotes may be cut within a character */
+/* Gives the exception that is set the same attributes, if it is a PipelineError. */
+void s1f_tell_failure(const struct s1f_group *group);
 int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the module; -1 with the exception set */
 
 /* -- handles ------------------------------------------------------------------------------------------------------- */
 
-#define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
-#define S1F_CAPSULE_PROGRAM "seq1f1b.program"
-#define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
-#define S1F_CAPSULE_DESCRIPTOR "seq1f1b.descriptor"
-#define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
-#define S1F_CAPSULE_GROUP "seq1f1b.group"
-#define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
-#define S1F_CAPSULE_DEVICE "seq1f1b.device"
-#define S1F_CAPSULE_WATCHDOG "seq1f1b.watchdog"
-#define S1F_CAPSULE_TIER "seq1f1b.tier"
-#define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
-
-/* The core's pointer in a capsule, NULL with TypeError where it is not one of that name. */
-void *s1f_from_capsule(PyObject *capsule, const char *name);
-
-/* X(name, NAME) for each type whose handle is a capsule around the core's pointer:
- *   s1f_to_<name>: "O&" converter from a handle to the pointer; TypeError where it is no handle of this type.
+/* X(name) for each type s1f_<name> of the core whose handle is a capsule around the core's pointer:
+ *   s1f_to_<name>: reads a handle; TypeError where it is no handle of this type.
  *   s1f_new_<name>: a handle that takes the pointer over and frees it, without the GIL, when the last reference goes;
  *     it keeps `borrowed` (NULL: nothing), in which lives what the core's object borrows. The exception of the status
  *     where that is not S1F_OK. */
 #define S1F_HANDLES(X)                                                                                                 \
-    X(schedule, SCHEDULE)                                                                                              \
-    X(program, PROGRAM)                                                                                                \
-    X(kv_cache, KV_CACHE)                                                                                              \
-    X(mapping, MAPPING)                                                                                                \
-    X(group, GROUP)                                                                                                    \
-    X(edge_end, EDGE_END)                                                                                              \
-    X(device, DEVICE)                                                                                                  \
-    X(tier, TIER)                                                                                                      \
-    X(watchdog, WATCHDOG)
-#define S1F_DECLARE_HANDLE(name, NAME)                                                                                 \
-    int s1f_to_##name(PyObject *handle, void *out);                                                                    \
+    X(schedule)                                                                                                        \
+    X(program)                                                                                                         \
+    X(kv_cache)                                                                                                        \
+    X(mapping)                                                                                                         \
+    X(group)                                                                                                           \
+    X(edge_end)                                                                                                        \
+    X(device)                                                                                                          \
+    X(tier)                                                                                                            \
+    X(watchdog)                                                                                                        \
+    X(walker)
+#define S1F_CAPSULE(name) "seq1f1b." #name
+#define S1F_DECLARE_HANDLE(name)                                                                                       \
+    typedef struct s1f_##name s1f_##name;                                                                              \
+    void s1f_##name##_free(s1f_##name *core);                                                                          \
+    int s1f_to_##name(PyObject *given, const char *parameter, void *out);                                              \
     PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed);
 S1F_HANDLES(S1F_DECLARE_HANDLE)
 
+/* -- arguments ----------------------------------------------------------------------------------------------------- */
+
+/* Values of a buffer, such as an array.array, a numpy array or a memoryview. None: values is NULL, count 0. */
+#define S1F_ARRAYS(X)                                                                                                  \
+    X(bytes, unsigned char)                                                                                            \
+    X(int32s, int32_t)                                                                                                 \
+    X(int64s, int64_t)                                                                                                 \
+    X(doubles, double)
+#define S1F_DECLARE_ARRAY(name, type)                                                                                  \
+    typedef struct {                                                                                                   \
+        const type *values; /* borrowed from the view */                                                               \
+        int64_t count;                                                                                                 \
+        Py_buffer view;                                                                                                \
+    } s1f_##name;                                                                                                      \
+    int s1f_to_##name(PyObject *given, const char *parameter, void *out);
+S1F_ARRAYS(S1F_DECLARE_ARRAY)
+
+typedef struct { /* None: NULL */
+    const char *text;
+} s1f_path;
+
+/* Each reads what is given for a parameter into a variable of its type: 1, or 0 with the exception set. */
+typedef int s1f_reader(PyObject *given, const char *parameter, void *out);
+s1f_reader s1f_to_int32, s1f_to_int64, s1f_to_uint64, s1f_to_double, s1f_to_bool, s1f_to_text, s1f_to_path,
+    s1f_to_address, s1f_to_object;
+
+#define S1F_READER_OF(name, ...) , s1f_##name * : s1f_to_##name
+#define S1F_READER_OF_ARRAY(name, type) , s1f_##name : s1f_to_##name
+#define S1F_READER(variable)                                                                                           \
+    _Generic((variable), int32_t                                                                                       \
+             : s1f_to_int32, int64_t                                                                                  \
+             : s1f_to_int64, uint64_t                                                                                  \
+             : s1f_to_uint64, double                                                                                   \
+             : s1f_to_double, bool                                                                                     \
+             : s1f_to_bool, const char *                                                                               \
+             : s1f_to_text, s1f_path                                                                                   \
+             : s1f_to_path, void *                                                                                     \
+             : s1f_to_address, PyObject *                                                                              \
+             : s1f_to_object S1F_HANDLES(S1F_READER_OF) S1F_ARRAYS(S1F_READER_OF_ARRAY))
+
+typedef struct {
+    s1f_reader *read;
+    const char *name;
+    void *out;
+} s1f_parameter;
+/* Reads each; of those left out at the end, as of None. Either way the arguments are released after the call. */
+int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parameter *parameters);
+/* Where the call has failed, a PipelineError gets what the group says that is, or belongs to, one of the arguments. */
+void s1f_release_arguments(const s1f_parameter *parameters, int has_failed);
+
+/* Values of 8 bytes each, of an array or None that a tuple holds. */
+typedef struct {
+    const char *name;
+    int64_t wanted; /* count, unless None is given */
+    const void *values;
+    Py_buffer view;
+} s1f_array;
+/* 1, or 0 with the exception set; s1f_release_arrays is due also on an error. */
+int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count);
+void s1f_release_arrays(s1f_array *arrays, int count);
+
+/* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
+ * 0..<end - 1>". */
+int s1f_require_count(const char *name, int64_t count, int64_t wanted);
+int s1f_require_index(const char *name, int64_t i, int64_t end);
+
 /* -- methods ------------------------------------------------------------------------------------------------------- */
 
-/* A row of a method table. The text says what the signature does not, which the stub, _C.pyi, has. */
-#define S1F_METHOD(name, arguments, text)                                                                              \
-    {                                                                                                                  \
-#name, name, METH_##arguments, text                                                                            \
-    }
+/* X(type, name) for each pair of a list. */
+#define S1F_EACH_0(X, ...)
+#define S1F_EACH_1(X, type, name) X(type, name)
+#define S1F_EACH_2(X, type, name, ...) X(type, name) S1F_EACH_1(X, __VA_ARGS__)
+#define S1F_EACH_3(X, type, name, ...) X(type, name) S1F_EACH_2(X, __VA_ARGS__)
+#define S1F_EACH_4(X, type, name, ...) X(type, name) S1F_EACH_3(X, __VA_ARGS__)
+#define S1F_EACH_5(X, type, name, ...) X(type, name) S1F_EACH_4(X, __VA_ARGS__)
+#define S1F_EACH_6(X, type, name, ...) X(type, name) S1F_EACH_5(X, __VA_ARGS__)
+#define S1F_EACH_7(X, type, name, ...) X(type, name) S1F_EACH_6(X, __VA_ARGS__)
+#define S1F_EACH_8(X, type, name, ...) X(type, name) S1F_EACH_7(X, __VA_ARGS__)
+#define S1F_EACH_9(X, type, name, ...) X(type, name) S1F_EACH_8(X, __VA_ARGS__)
+#define S1F_EACH_10(X, type, name, ...) X(type, name) S1F_EACH_9(X, __VA_ARGS__)
+#define S1F_EACH_11(X, type, name, ...) X(type, name) S1F_EACH_10(X, __VA_ARGS__)
+#define S1F_EACH_BY(a, A, b, B, c, C, d, D, e, E, f, F, g, G, h, H, i, I, j, J, k, K, each, ...) each
+#define S1F_EACH(X, ...)                                                                                               \
+    S1F_EACH_BY(__VA_ARGS__, S1F_EACH_11, , S1F_EACH_10, , S1F_EACH_9, , S1F_EACH_8, , S1F_EACH_7, , S1F_EACH_6, ,     \
+                S1F_EACH_5, , S1F_EACH_4, , S1F_EACH_3, , S1F_EACH_2, , S1F_EACH_1, S1F_EACH_0)                        \
+    (X, __VA_ARGS__)
 
-/* Begins a method (METH_O) of one handle; the body follows, in which `core` names what the handle holds. */
-#define S1F_METHOD_OF(method, type, core)                                                                              \
-    static PyObject *method##_of(s1f_##type *core);                                                                    \
-    static PyObject *method(PyObject *Py_UNUSED(module), PyObject *handle)                                             \
-    {                                                                                                                  \
-        s1f_##type *core;                                                                                              \
-        return s1f_to_##type(handle, &core) ? method##_of(core) : NULL;                                                \
-    }                                                                                                                  \
-    static PyObject *method##_of(s1f_##type *core)
+#define S1F_AND_PARAMETER(type, name) , type name
+#define S1F_AND_NAME(type, name) , name
+#define S1F_VARIABLE(type, name) type name = {0};
+#define S1F_READ_PARAMETER(type, name) {S1F_READER(name), #name, &name},
 
-/* Begins a method (METH_VARARGS) of a handle and a number, an int64_t. */
-#define S1F_METHOD_OF_NUMBER(method, type, core, number)                                                               \
-    static PyObject *method##_of(s1f_##type *core, int64_t number);                                                    \
+/* Begins a method, a function of the module: the type of its result, its name, then type and name of each parameter.
+ * Arguments are read, and the result is made Python's, by these types: an s1f_status is None, or raised. The body
+ * follows. In it `arguments` is the tuple of them, for a handle that keeps what it borrows.
+ * .ci/stub.py makes seq1f1b/_C.pyi of these lines. */
+#define S1F_METHOD(type, method, ...)                                                                                  \
+    static type method##_of(PyObject *arguments S1F_EACH(S1F_AND_PARAMETER, __VA_ARGS__));                             \
     static PyObject *method(PyObject *Py_UNUSED(module), PyObject *arguments)                                          \
     {                                                                                                                  \
-        s1f_##type *core;                                                                                              \
-        int64_t number;                                                                                                \
-        return PyArg_ParseTuple(arguments, "O&O&", s1f_to_##type, &core, s1f_to_int64, &number)                        \
-                   ? method##_of(core, number)                                                                         \
-                   : NULL;                                                                                             \
+        S1F_EACH(S1F_VARIABLE, __VA_ARGS__)                                                                            \
+        const s1f_parameter parameters[] = {S1F_EACH(S1F_READ_PARAMETER, __VA_ARGS__){0}};                             \
+        PyObject *result = NULL;                                                                                       \
+        if (s1f_read_arguments(#method, arguments, parameters))                                                        \
+            result = S1F_RESULT(method##_of(arguments S1F_EACH(S1F_AND_NAME, __VA_ARGS__)));                           \
+        s1f_release_arguments(parameters, result == NULL);                                                             \
+        return result;                                                                                                 \
     }                                                                                                                  \
-    static PyObject *method##_of(s1f_##type *core, int64_t number)
+    static type method##_of(PyObject *arguments __attribute__((unused)) S1F_EACH(S1F_AND_PARAMETER, __VA_ARGS__))
 
-/* A whole method of one handle: it does no more than a statement, or than to return an object. */
-#define S1F_METHOD_DOES(method, type, core, statement)                                                                 \
-    S1F_METHOD_OF(method, type, core)                                                                                  \
+/* A whole method: the core's function s1f_<method>, which takes the same. _WAITS: without the GIL. _VOID: which returns
+ * nothing. _MAKES: which makes an s1f_<type>, by its last parameter; the result is a handle. */
+#define S1F_CALL(method, ...) S1F_CALL_OF(method S1F_EACH(S1F_AND_NAME, __VA_ARGS__))
+#define S1F_CALL_OF(...) S1F_CALL_BY_NAME(__VA_ARGS__)
+#define S1F_CALL_BY_NAME(method, ...) s1f_##method(__VA_ARGS__)
+#define S1F_CORE_MAKES(type, method, ...)                                                                              \
+    S1F_METHOD(PyObject *, method, __VA_ARGS__)                                                                        \
     {                                                                                                                  \
-        statement;                                                                                                     \
-        Py_RETURN_NONE;                                                                                                \
+        s1f_##type *made = NULL;                                                                                       \
+        s1f_status status = S1F_CALL_OF(method S1F_EACH(S1F_AND_NAME, __VA_ARGS__), &made);                            \
+        return s1f_new_##type(status, made, NULL);                                                                     \
     }
-#define S1F_METHOD_RETURNS(method, type, core, object)                                                                 \
-    S1F_METHOD_OF(method, type, core)                                                                                  \
+#define S1F_CORE(type, method, ...)                                                                                    \
+    S1F_METHOD(type, method, __VA_ARGS__)                                                                              \
     {                                                                                                                  \
-        return object;                                                                                                 \
+        return S1F_CALL(method, __VA_ARGS__);                                                                          \
+    }
+#define S1F_CORE_WAITS(type, method, ...)                                                                              \
+    S1F_METHOD(type, method, __VA_ARGS__)                                                                              \
+    {                                                                                                                  \
+        type waited;                                                                                                   \
+        S1F_WITHOUT_GIL(waited = S1F_CALL(method, __VA_ARGS__));                                                       \
+        return waited;                                                                                                 \
+    }
+#define S1F_CORE_VOID(type, method, ...)                                                                               \
+    S1F_METHOD(s1f_status, method, __VA_ARGS__)                                                                        \
+    {                                                                                                                  \
+        S1F_CALL(method, __VA_ARGS__);                                                                                 \
+        return S1F_OK;                                                                                                 \
     }
 
 /* Runs a statement that may take long, or wait. */
@@ -117,30 +204,12 @@ S1F_HANDLES(S1F_DECLARE_HANDLE)
         PyEval_RestoreThread(thread_state);                                                                            \
     } while (0)
 
-/* -- "O&" converters: 1, or 0 with the exception set --------------------------------------------------------------- */
-
-int s1f_to_int64(PyObject *number, void *out);   /* int64_t; ValueError where it does not fit */
-int s1f_to_address(PyObject *number, void *out); /* void *, or another pointer, from an int */
-
-/* Values of a buffer, such as an array.array: doubles or int64_t; int32_t for s1f_to_int32_array. None: values is NULL,
- * count 0. The name is the caller's, for errors. After a successful parse s1f_release_arrays is due. */
-typedef struct {
-    const char *name;
-    int64_t wanted; /* count that s1f_read_arrays requires unless None is given */
-    int64_t count;
-    const void *values; /* borrowed from the view */
-    Py_buffer view;
-} s1f_array;
-int s1f_to_array(PyObject *given, void *out);
-int s1f_to_int32_array(PyObject *given, void *out);
-/* From a tuple, by s1f_to_array. s1f_release_arrays is due also on an error. */
-int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count);
-void s1f_release_arrays(s1f_array *arrays, int count);
-
-/* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
- * 0..<end - 1>". */
-int s1f_require_count(const char *name, int64_t count, int64_t wanted);
-int s1f_require_index(const char *name, int64_t i, int64_t end);
+/* A row of a method table. The text says what the signature does not; where the result is a PyObject *, it begins with
+ * "-> " and Python's type. */
+#define S1F_ROW(method, text)                                                                                          \
+    {                                                                                                                  \
+#method, method, METH_VARARGS, text                                                                            \
+    }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
 
@@ -150,6 +219,21 @@ PyObject *s1f_list_of(int64_t count, s1f_item *item, const void *context);
 PyObject *s1f_tuple_of(int64_t count, s1f_item *item, const void *context);
 PyObject *s1f_int64_item(const void *values, int64_t i); /* of int64_t values[] */
 PyObject *s1f_name_item(const void *names, int64_t i);   /* of const char *names[] */
+
+/* A memoryview of a copy: "i" int32_t, "q" int64_t, "d" double. */
+PyObject *s1f_view_of(const void *values, int64_t bytes, const char *format);
+/* Python's object of a method's result. */
+PyObject *s1f_from_status(s1f_status status);
+PyObject *s1f_from_object(PyObject *object);
+#define S1F_RESULT(value)                                                                                              \
+    _Generic((value), s1f_status                                                                                       \
+             : s1f_from_status, bool                                                                                   \
+             : PyBool_FromLong, int64_t                                                                                \
+             : PyLong_FromLongLong, uint64_t                                                                           \
+             : PyLong_FromUnsignedLongLong, double                                                                     \
+             : PyFloat_FromDouble, const char *                                                                        \
+             : PyUnicode_FromString, PyObject *                                                                        \
+             : s1f_from_object)(value)
 
 /* Adds a new object, or takes NULL with the exception set; -1 with the exception set. */
 int s1f_add_object(PyObject *module, const char *name, PyObject *object);
@@ -161,18 +245,11 @@ PyObject *s1f_unit_tuple(s1f_unit unit);
 
 int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
 
-extern PyMethodDef s1f_partition_methods[];
-extern PyMethodDef s1f_family_methods[];
-extern PyMethodDef s1f_schedule_methods[];
-extern PyMethodDef s1f_program_methods[];
-extern PyMethodDef s1f_unit_methods[];
-extern PyMethodDef s1f_simulate_methods[];
-extern PyMethodDef s1f_attention_methods[];
-extern PyMethodDef s1f_group_methods[];
-extern PyMethodDef s1f_thread_methods[];
-extern PyMethodDef s1f_edge_methods[];
-extern PyMethodDef s1f_device_methods[];
-extern PyMethodDef s1f_executor_methods[];
-extern PyMethodDef s1f_tier_methods[];
+#define S1F_TABLES(X)                                                                                                  \
+    X(partition)                                                                                                       \
+    X(family)                                                                                                          \
+    X(schedule) X(program) X(unit) X(simulate) X(attention) X(group) X(thread) X(edge) X(device) X(executor) X(tier)
+#define S1F_DECLARE_TABLE(name) extern PyMethodDef s1f_##name##_methods[];
+S1F_TABLES(S1F_DECLARE_TABLE)
 
 #endif

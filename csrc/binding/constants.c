@@ -1,5 +1,5 @@
 /* constants.c - the core's enumerations and limits as attributes of the module, so that nothing retypes them. */
-#include "records.h"
+#include "binding.h"
 
 #include "../core/dtype.h"
 #include "../core/lower.h"
@@ -40,7 +40,7 @@ static PyObject *holding(const void *unused, int64_t h)
 {
     (void)unused;
     s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
-    return s1f_new_record(S1F_HOLDING, "(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
+    return Py_BuildValue("(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
 }
 
 /* What Python has to know of each kind of option: what it holds one value for. */
@@ -65,13 +65,24 @@ int s1f_add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
-    if (s1f_add_object(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
-        s1f_add_object(module, "PASS_NAMES", s1f_tuple_of(s1f_num_passes, text, &(names){s1f_pass_name})) < 0 ||
-        s1f_add_object(module, "HOLDINGS", s1f_tuple_of(S1F_NUM_HOLDINGS, holding, NULL)) < 0 ||
-        s1f_add_object(module, "PASS_TEXTS", s1f_tuple_of(s1f_num_passes, text, &(names){s1f_pass_text})) < 0 ||
-        s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, s1f_opcode_names)) < 0)
-        return -1;
-    if (s1f_add_object(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
-        return -1;
-    return s1f_add_object(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, text, &(names){s1f_dtype_name}));
+    const struct {
+        const char *name;
+        int64_t count;
+        s1f_item *item;
+        const void *context;
+    } tables[] = {
+        {"PASSES", s1f_num_passes, pass_letter, NULL},
+        {"PASS_NAMES", s1f_num_passes, text, &(names){s1f_pass_name}},
+        {"PASS_TEXTS", s1f_num_passes, text, &(names){s1f_pass_text}},
+        {"HOLDINGS", S1F_NUM_HOLDINGS, holding, NULL},
+        {"OPCODES", S1F_NUM_OPS, s1f_name_item, s1f_opcode_names},
+        {"FAMILY_OPTIONS", S1F_NUM_OPTIONS, family_option, NULL},
+        {"DTYPES", S1F_NUM_DTYPES, text, &(names){s1f_dtype_name}},
+    };
+    for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
+        PyObject *table = s1f_tuple_of(tables[i].count, tables[i].item, tables[i].context);
+        if (s1f_add_object(module, tables[i].name, table) < 0)
+            return -1;
+    }
+    return 0;
 }

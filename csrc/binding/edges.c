@@ -12,15 +12,9 @@
 
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
-static PyObject *arena_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, arena_end, s1f_group *, group, s1f_mapping *, mapping, int32_t, hangup_fd, int32_t, peer_rank,
+           bool, is_receiver, const char *, text)
 {
-    s1f_group *group;
-    s1f_mapping *mapping;
-    int hangup_fd, peer_rank, is_receiver;
-    const char *text;
-    if (!PyArg_ParseTuple(arguments, "O&O&iips", s1f_to_group, &group, s1f_to_mapping, &mapping, &hangup_fd, &peer_rank,
-                          &is_receiver, &text))
-        return NULL;
     s1f_edge_end *end = NULL;
     s1f_status status =
         s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
@@ -64,47 +58,23 @@ static const s1f_relay python_relay = {
     .send = relay_send,
 };
 
-static PyObject *relay_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, relay_end, s1f_group *, group, s1f_mapping *, mapping, PyObject *, relay, int32_t, peer_rank,
+           bool, is_receiver, const char *, text)
 {
-    s1f_group *group;
-    s1f_mapping *mapping;
-    PyObject *relay;
-    int peer_rank, is_receiver;
-    const char *text;
-    if (!PyArg_ParseTuple(arguments, "O&O&Oips", s1f_to_group, &group, s1f_to_mapping, &mapping, &relay, &peer_rank,
-                          &is_receiver, &text))
-        return NULL;
     s1f_edge_end *end = NULL;
     s1f_status status = s1f_relay_end_create(group, mapping->memory, mapping->bytes, &python_relay, relay, peer_rank,
                                              is_receiver, text, &end);
     return s1f_new_edge_end(status, end, arguments);
 }
 
-static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    int64_t step, sequence;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &step, s1f_to_int64, &sequence))
-        return NULL;
-    s1f_relay_done(end, step, sequence);
-    Py_RETURN_NONE;
-}
+S1F_CORE_VOID(void, relay_done, s1f_edge_end *, end, int64_t, step, int64_t, sequence)
+S1F_CORE_WAITS(s1f_status, relay_flush, s1f_edge_end *, end)
 
-static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
+S1F_METHOD(PyObject *, message_head, void *, place)
 {
-    const void *place;
-    if (!s1f_to_address(address, &place))
-        return NULL;
     const s1f_message *message = place;
     int64_t bytes = s1f_message_payload_bytes(place);
     return Py_BuildValue("Li", (long long)bytes, bytes >= 0 && message->training != 0);
-}
-
-S1F_METHOD_OF(relay_flush, edge_end, end)
-{
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_relay_flush(end));
-    return s1f_none_of(status, end->group);
 }
 
 /* -- tensors over places: DLPack -------------------------------------------------------------------------------- */
@@ -156,47 +126,42 @@ static void unused_place_tensor(PyObject *capsule)
         place_tensor_delete(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
-static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, place_tensor_capsule, PyObject *, owner, void *, address, int32_t, dtype, s1f_int64s, sizes,
+           int32_t, gpu)
 {
-    PyObject *owner;
-    s1f_array sizes = {.name = "sizes"};
-    void *address;
-    int dtype, gpu = -1;
-    if (!PyArg_ParseTuple(arguments, "OO&iO&|i", &owner, s1f_to_address, &address, &dtype, s1f_to_array, &sizes, &gpu))
-        return NULL;
-    PyObject *capsule = NULL;
-    place_tensor *made = NULL;
-    if (dtype < 0 || dtype >= S1F_NUM_DTYPES || sizes.count > S1F_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "dtype code %d with %lld dimensions (at most %d)", dtype, (long long)sizes.count,
-                     (int)S1F_MAX_DIMS);
-    } else if ((made = calloc(1, sizeof *made)) == NULL) {
-        PyErr_NoMemory();
-    } else if ((capsule = PyCapsule_New(&made->managed, "dltensor", unused_place_tensor)) == NULL) {
+    if (dtype < 0 || dtype >= S1F_NUM_DTYPES || sizes.count > S1F_MAX_DIMS)
+        return PyErr_Format(PyExc_ValueError, "dtype code %d with %lld dimensions (at most %d)", dtype,
+                            (long long)sizes.count, (int)S1F_MAX_DIMS);
+    place_tensor *made = calloc(1, sizeof *made);
+    if (made == NULL)
+        return PyErr_NoMemory();
+    PyObject *capsule = PyCapsule_New(&made->managed, "dltensor", unused_place_tensor);
+    if (capsule == NULL) {
         free(made);
-    } else {
-        if (sizes.count > 0)
-            memcpy(made->sizes, sizes.values, (size_t)sizes.count * sizeof *made->sizes);
-        made->managed.context = Py_NewRef(owner);
-        made->managed.deleter = place_tensor_delete;
-        made->managed.tensor = (dl_tensor){.data = address,
-                                           .device_type = gpu < 0 ? DL_CPU : DL_CUDA,
-                                           .device_id = gpu < 0 ? 0 : gpu,
-                                           .ndim = (int32_t)sizes.count,
-                                           .type_code = dl_types[dtype].code,
-                                           .type_bits = dl_types[dtype].bits,
-                                           .type_lanes = 1,
-                                           .shape = made->sizes};
+        return NULL;
     }
-    s1f_release_arrays(&sizes, 1);
+    if (sizes.count > 0)
+        memcpy(made->sizes, sizes.values, (size_t)sizes.count * sizeof *made->sizes);
+    made->managed.context = Py_NewRef(owner);
+    made->managed.deleter = place_tensor_delete;
+    made->managed.tensor = (dl_tensor){.data = address,
+                                       .device_type = gpu < 0 ? DL_CPU : DL_CUDA,
+                                       .device_id = gpu < 0 ? 0 : gpu,
+                                       .ndim = (int32_t)sizes.count,
+                                       .type_code = dl_types[dtype].code,
+                                       .type_bits = dl_types[dtype].bits,
+                                       .type_lanes = 1,
+                                       .shape = made->sizes};
     return capsule;
 }
 
 PyMethodDef s1f_edge_methods[] = {
-    S1F_METHOD(arena_end, VARARGS, "An end of an edge that both ranks map."),
-    S1F_METHOD(relay_end, VARARGS, "An end whose messages a Python object moves."),
-    S1F_METHOD(relay_done, VARARGS, "A message has come, or has gone."),
-    S1F_METHOD(relay_flush, O, "Waits until every message has gone."),
-    S1F_METHOD(message_head, O, "(bytes after the header, -1 if there is no message; whether of a training step)."),
-    S1F_METHOD(place_tensor_capsule, VARARGS,
-               "DLPack capsule of a tensor that keeps owner alive, on the CPU or on a GPU."),
+    S1F_ROW(arena_end, "An end of an edge that both ranks map."),
+    S1F_ROW(relay_end, "An end whose messages a Python object moves."),
+    S1F_ROW(relay_done, "A message has come, or has gone."),
+    S1F_ROW(relay_flush, "Waits until every message has gone."),
+    S1F_ROW(message_head,
+            "-> tuple[int, int]: bytes after the header, -1 if there is no message; whether of a training step."),
+    S1F_ROW(place_tensor_capsule,
+            "DLPack capsule of a tensor that keeps owner alive, on the CPU (gpu -1) or on a GPU."),
     {NULL, NULL, 0, NULL}};

@@ -1,4 +1,5 @@
 /* errors.c - from the core's statuses to Python's exceptions. */
+#include "../run/group.h"
 #include "binding.h"
 
 #include <string.h>
@@ -6,32 +7,56 @@
 static PyObject *schedule_error; /* seq1f1b.ScheduleError(ValueError) */
 static PyObject *pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 
+enum { RANK, UNIT, EDGE, NUM_ATTRIBUTES };
+static const char *const attributes[] = {"rank", "unit", "edge"}; /* of a PipelineError; None where unknown */
+
+PyObject *s1f_decode(const char *text)
+{
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
 PyObject *s1f_raise(s1f_status status)
 {
-    PyObject *type = PyExc_RuntimeError;
-    switch (status) {
-    case S1F_ERR_ARG: type = PyExc_ValueError; break;
-    case S1F_ERR_TYPE: type = PyExc_TypeError; break;
-    case S1F_ERR_SCHEDULE: type = schedule_error; break;
-    case S1F_ERR_MEMORY: type = PyExc_MemoryError; break;
-    case S1F_ERR_SYSTEM: type = PyExc_OSError; break;
-    case S1F_ERR_PEER:
-    case S1F_ERR_TIMEOUT: type = pipeline_error; break;
-    case S1F_ERR_PYTHON: return NULL; /* already set */
-    case S1F_ERR_STATE:
-    case S1F_OK: break;
-    }
-    const char *text = s1f_last_error(); /* what it quotes may be cut within a character */
-    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    PyObject *const types[] = {
+        [S1F_ERR_ARG] = PyExc_ValueError,     [S1F_ERR_TYPE] = PyExc_TypeError,     [S1F_ERR_SCHEDULE] = schedule_error,
+        [S1F_ERR_MEMORY] = PyExc_MemoryError, [S1F_ERR_STATE] = PyExc_RuntimeError, [S1F_ERR_SYSTEM] = PyExc_OSError,
+        [S1F_ERR_PEER] = pipeline_error,      [S1F_ERR_TIMEOUT] = pipeline_error};
+    if (status == S1F_ERR_PYTHON) /* already set */
+        return NULL;
+    PyObject *decoded = s1f_decode(s1f_last_error());
     if (decoded != NULL)
-        PyErr_SetObject(type, decoded);
+        PyErr_SetObject(types[status], decoded);
     Py_XDECREF(decoded);
     return NULL;
 }
 
-PyObject *s1f_none(s1f_status status)
+void s1f_tell_failure(const s1f_group *group)
 {
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    if (group == NULL || !PyErr_ExceptionMatches(pipeline_error))
+        return;
+    s1f_failure failure;
+    s1f_group_failure(group, &failure);
+    if (failure.rank < 0)
+        return;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    const char *const texts[] = {failure.unit, failure.edge};
+    PyObject *const values[] = {PyLong_FromLong(failure.rank), s1f_decode(texts[0]), s1f_decode(texts[1])};
+    for (int i = 0; i < NUM_ATTRIBUTES; i++) {
+        if ((i == RANK || texts[i - 1][0] != '\0') &&
+            (values[i] == NULL || PyObject_SetAttrString(error, attributes[i], values[i]) < 0))
+            PyErr_Clear(); /* the error itself matters more than its attributes */
+        Py_XDECREF(values[i]);
+    }
+    PyErr_Restore(type, error, traceback);
+}
+
+PyObject *s1f_raise_for_group(s1f_status status, const s1f_group *group)
+{
+    s1f_raise(status);
+    s1f_tell_failure(group);
+    return NULL;
 }
 
 s1f_status s1f_check_signals(void)
@@ -58,8 +83,7 @@ int s1f_add_errors(PyObject *module)
                       "A peer was lost, made no progress in time, or ended the step: see .rank, .unit and .edge.",
                       PyExc_RuntimeError, &pipeline_error) < 0)
         return -1;
-    static const char *const attributes[] = {"rank", "unit", "edge"}; /* None where unknown */
-    for (size_t i = 0; i < sizeof attributes / sizeof attributes[0]; i++)
+    for (int i = 0; i < NUM_ATTRIBUTES; i++)
         if (PyObject_SetAttrString(pipeline_error, attributes[i], Py_None) < 0)
             return -1;
     s1f_interrupted = s1f_check_signals;

@@ -2,16 +2,15 @@
  *
  * The walk holds no GIL; each callback takes it and gives it back. */
 #include "messages.h"
-#include "records.h"
 
 #include "../device/device.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {
+typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments, *device_handle, *tier; /* keep what the executor and the next six borrow */
+    PyObject *arguments; /* keep what the executor and the next six borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
@@ -20,44 +19,32 @@ typedef struct {
     /* during a step: */
     PyThreadState *thread;
     PyObject *run, *fill, *segment_sizes; /* borrowed */
-} executor_handle;
+} s1f_walker;
 
-static void handle_free(executor_handle *handle)
+void s1f_walker_free(s1f_walker *walker)
 {
-    s1f_messages_free(&handle->messages);
-    s1f_executor_free(handle->executor);
-    Py_XDECREF(handle->arguments);
-    Py_XDECREF(handle->device_handle);
-    Py_XDECREF(handle->tier);
-    free(handle);
-}
-
-static void capsule_free(PyObject *capsule)
-{
-    handle_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_EXECUTOR));
-}
-
-static int to_executor(PyObject *capsule, void *out)
-{
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    *(executor_handle **)out = handle;
-    return handle != NULL;
+    PyGILState_STATE state = PyGILState_Ensure();
+    s1f_messages_free(&walker->messages);
+    s1f_executor_free(walker->executor);
+    Py_XDECREF(walker->arguments);
+    PyGILState_Release(state);
+    free(walker);
 }
 
 /* -- callbacks: called without the GIL ----------------------------------------------------------------------------- */
 
-static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *current, const s1f_input *inputs,
+static s1f_status run_with_gil(s1f_walker *walker, const s1f_current_unit *current, const s1f_input *inputs,
                                int32_t num_inputs, int32_t num_sends, s1f_result *result)
 {
     s1f_unit unit = current->unit;
-    PyObject *messages = s1f_messages_received(&handle->messages, inputs, num_inputs);
+    PyObject *messages = s1f_messages_received(&walker->messages, inputs, num_inputs);
     if (messages == NULL)
         return S1F_ERR_PYTHON;
-    PyObject *tensors = PyObject_CallFunction(handle->run, "iiLN", (int)unit.pass, (int)unit.stage,
-                                              (long long)s1f_cell(&handle->program->shape, unit), messages);
+    PyObject *tensors = PyObject_CallFunction(walker->run, "iiLN", (int)unit.pass, (int)unit.stage,
+                                              (long long)s1f_cell(&walker->program->shape, unit), messages);
     if (tensors == NULL)
         return S1F_ERR_PYTHON;
-    s1f_status status = num_sends == 0 ? S1F_OK : s1f_messages_describe(&handle->messages, tensors, result);
+    s1f_status status = num_sends == 0 ? S1F_OK : s1f_messages_describe(&walker->messages, tensors, result);
     if (status != S1F_OK || num_sends == 0)
         Py_DECREF(tensors);
     for (int32_t i = 1; status == S1F_OK && i < num_sends; i++)
@@ -68,54 +55,54 @@ static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *
 static s1f_status run_callback(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
                                int32_t num_sends, s1f_result *result)
 {
-    executor_handle *handle = context;
-    PyEval_RestoreThread(handle->thread);
-    s1f_status status = run_with_gil(handle, unit, inputs, num_inputs, num_sends, result);
-    handle->thread = PyEval_SaveThread();
+    s1f_walker *walker = context;
+    PyEval_RestoreThread(walker->thread);
+    s1f_status status = run_with_gil(walker, unit, inputs, num_inputs, num_sends, result);
+    walker->thread = PyEval_SaveThread();
     return status;
 }
 
 static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
 {
-    executor_handle *handle = context;
-    PyEval_RestoreThread(handle->thread);
+    s1f_walker *walker = context;
+    PyEval_RestoreThread(walker->thread);
     PyObject *answer =
-        PyObject_CallFunction(handle->fill, "iL", (int)unit.stage, (long long)s1f_cell(&handle->program->shape, unit));
+        PyObject_CallFunction(walker->fill, "iL", (int)unit.stage, (long long)s1f_cell(&walker->program->shape, unit));
     int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
-    handle->thread = PyEval_SaveThread();
+    walker->thread = PyEval_SaveThread();
     *is_left = is_true > 0;
     return is_true < 0 ? S1F_ERR_PYTHON : S1F_OK;
 }
 
 static s1f_status leave_callback(void *context, int32_t edge, int32_t place)
 {
-    executor_handle *handle = context;
-    if (!s1f_messages_has_views(&handle->messages, edge, place))
+    s1f_walker *walker = context;
+    if (!s1f_messages_has_views(&walker->messages, edge, place))
         return S1F_OK;
-    PyEval_RestoreThread(handle->thread);
-    s1f_status status = s1f_messages_leave(&handle->messages, edge, place);
-    handle->thread = PyEval_SaveThread();
+    PyEval_RestoreThread(walker->thread);
+    s1f_status status = s1f_messages_leave(&walker->messages, edge, place);
+    walker->thread = PyEval_SaveThread();
     return status;
 }
 
 static s1f_status begin_callback(void *context)
 {
-    executor_handle *handle = context;
-    return handle->device == NULL ? S1F_OK : s1f_device_begin_unit(handle->device);
+    s1f_walker *walker = context;
+    return walker->device == NULL ? S1F_OK : s1f_device_begin_unit(walker->device);
 }
 
 static s1f_status end_callback(void *context)
 {
-    executor_handle *handle = context;
-    return handle->device == NULL ? S1F_OK : s1f_device_end_unit(handle->device);
+    s1f_walker *walker = context;
+    return walker->device == NULL ? S1F_OK : s1f_device_end_unit(walker->device);
 }
 
 static s1f_status settle_callback(void *context, int64_t *start_ns)
 {
-    const executor_handle *handle = context;
-    s1f_device *device = handle->device;
-    if (device->num_steps != handle->device_step)
+    const s1f_walker *walker = context;
+    s1f_device *device = walker->device;
+    if (device->num_steps != walker->device_step)
         return s1f_fail(S1F_ERR_STATE, "the step's times on the GPU are gone, for another step has begun there since: "
                                        "read a report before the next step, eval or verify");
     s1f_status status = s1f_device_settle_times(device);
@@ -125,101 +112,97 @@ static s1f_status settle_callback(void *context, int64_t *start_ns)
 
 static s1f_status times_callback(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns)
 {
-    executor_handle *handle = context;
-    if (number >= handle->device->num_units)
-        return s1f_fail(S1F_ERR_STATE, "the GPU has run %lld units of the step", (long long)handle->device->num_units);
-    const s1f_device_unit *unit = &handle->device->units[number];
-    s1f_status status = s1f_device_time_of(handle->device, unit->start, start_ns);
-    return status == S1F_OK ? s1f_device_time_of(handle->device, unit->end, end_ns) : status;
+    s1f_walker *walker = context;
+    if (number >= walker->device->num_units)
+        return s1f_fail(S1F_ERR_STATE, "the GPU has run %lld units of the step", (long long)walker->device->num_units);
+    const s1f_device_unit *unit = &walker->device->units[number];
+    s1f_status status = s1f_device_time_of(walker->device, unit->start, start_ns);
+    return status == S1F_OK ? s1f_device_time_of(walker->device, unit->end, end_ns) : status;
 }
 
 static void release_callback(void *context, void *keep)
 {
-    executor_handle *handle = context;
-    PyEval_RestoreThread(handle->thread);
+    s1f_walker *walker = context;
+    PyEval_RestoreThread(walker->thread);
     Py_XDECREF((PyObject *)keep);
-    handle->thread = PyEval_SaveThread();
+    walker->thread = PyEval_SaveThread();
 }
 
 /* 0 with the exception set, unless there is a size for each column. */
-static int check_sizes(const executor_handle *handle, const s1f_array *sizes)
+static int check_sizes(const s1f_walker *walker, s1f_int64s sizes)
 {
-    int64_t num_columns = s1f_num_columns(&handle->program->shape);
-    if (sizes->count != num_columns)
-        PyErr_Format(PyExc_ValueError, "%lld segment sizes for %lld segments", (long long)sizes->count,
+    int64_t num_columns = s1f_num_columns(&walker->program->shape);
+    if (sizes.count != num_columns)
+        PyErr_Format(PyExc_ValueError, "%lld segment sizes for %lld segments", (long long)sizes.count,
                      (long long)num_columns);
-    return sizes->count == num_columns;
+    return sizes.count == num_columns;
 }
 
 /* 0 with the exception set, unless the parts of each column follow those of the one before it. None at all is fine. */
-static int check_parts(const executor_handle *handle, const s1f_array *tokens, const s1f_array *first)
+static int check_parts(const s1f_walker *walker, s1f_int64s tokens, s1f_int64s first)
 {
-    if (first->count == 0 && tokens->count == 0)
+    if (first.count == 0 && tokens.count == 0)
         return 1;
-    const int64_t *begin = first->values;
-    int fits = first->count == s1f_num_columns(&handle->program->shape) + 1 && begin[0] == 0;
-    for (int64_t i = 1; fits && i < first->count; i++)
+    const int64_t *begin = first.values;
+    int fits = first.count == s1f_num_columns(&walker->program->shape) + 1 && begin[0] == 0;
+    for (int64_t i = 1; fits && i < first.count; i++)
         fits = begin[i] >= begin[i - 1] && begin[i] - begin[i - 1] <= INT32_MAX;
-    if (!fits || begin[first->count - 1] != tokens->count)
+    if (!fits || begin[first.count - 1] != tokens.count)
         PyErr_SetString(PyExc_ValueError, "first parts must be one for each segment and their count, ascending from 0");
     return !PyErr_Occurred();
 }
 
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
 {
-    executor_handle *handle = context;
-    s1f_array given = {.name = "segment sizes"};
-    PyEval_RestoreThread(handle->thread);
-    PyObject *array = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
-    int is_read = array != NULL && s1f_to_array(array, &given) && check_sizes(handle, &given);
+    s1f_walker *walker = context;
+    s1f_int64s given = {0};
+    PyEval_RestoreThread(walker->thread);
+    PyObject *array = PyObject_CallFunction(walker->segment_sizes, "L", (long long)sequence_length);
+    int is_read = array != NULL && s1f_to_int64s(array, "segment sizes", &given) && check_sizes(walker, given);
     if (is_read)
         memcpy(sizes, given.values, (size_t)given.count * sizeof *sizes);
-    s1f_release_arrays(&given, 1);
+    PyBuffer_Release(&given.view);
     Py_XDECREF(array);
-    handle->thread = PyEval_SaveThread();
+    walker->thread = PyEval_SaveThread();
     return is_read ? S1F_OK : S1F_ERR_PYTHON;
 }
 
 /* -- the module's functions -------------------------------------------------------------------------------------- */
 
-static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
+/* 0 with the exception set. */
+static int read_ends(PyObject *ends, s1f_edge_end **pointers)
 {
-    const s1f_program *program;
-    s1f_group *group;
-    s1f_kv_cache *cache;
-    PyObject *ends, *dtype_codes, *leave;
-    int rank, thread_scope, fills;
-    if (!PyArg_ParseTuple(arguments, "O&iO&O&O!pO!pO", s1f_to_program, &program, &rank, s1f_to_group, &group,
-                          s1f_to_kv_cache, &cache, &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes,
-                          &fills, &leave))
-        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(ends); i++) {
+        PyObject *end = PyList_GetItem(ends, i);
+        if (end != Py_None && !s1f_to_edge_end(end, "ends", &pointers[i]))
+            return 0;
+    }
+    return 1;
+}
+
+S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s1f_group *, group, s1f_kv_cache *,
+           cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
+           PyObject *, gpu, PyObject *, moved_to)
+{
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
-    if (PyList_Size(ends) != num_edges) {
-        PyErr_Format(PyExc_ValueError, "%zd edge ends for %d edges", PyList_Size(ends), (int)num_edges);
-        return NULL;
-    }
-
-    executor_handle *handle = calloc(1, sizeof *handle);
+    if (!PyList_Check(ends) || !PyDict_Check(dtype_codes))
+        return PyErr_Format(PyExc_TypeError, "ends must be a list, dtype_codes a dict");
+    if (PyList_Size(ends) != num_edges)
+        return PyErr_Format(PyExc_ValueError, "%zd edge ends for %d edges", PyList_Size(ends), (int)num_edges);
+    s1f_walker *walker = calloc(1, sizeof *walker);
     s1f_edge_end **pointers = calloc((size_t)num_edges + 1, sizeof *pointers);
-    PyObject *capsule = NULL;
-    if (handle == NULL || pointers == NULL) {
-        PyErr_NoMemory();
-        goto failed;
+    if (walker == NULL || pointers == NULL) {
+        free(walker);
+        free(pointers);
+        return PyErr_NoMemory();
     }
-    *handle = (executor_handle){
-        .arguments = Py_NewRef(arguments),
-        .program = program,
-        .group = group,
-        .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave, .num_edges = num_edges}};
-    for (int32_t i = 0; i < num_edges; i++) {
-        PyObject *end = PyList_GetItem(ends, i);
-        if (end != Py_None && !s1f_to_edge_end(end, &pointers[i]))
-            goto failed;
-    }
-    if (!s1f_messages_create(&handle->messages, edges))
-        goto failed;
-    s1f_compute compute = {.context = handle,
+    *walker =
+        (s1f_walker){.arguments = Py_NewRef(arguments),
+                     .program = program,
+                     .group = group,
+                     .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave, .num_edges = num_edges}};
+    s1f_compute compute = {.context = walker,
                            .run = run_callback,
                            .release = release_callback,
                            .fill = fills ? fill_callback : NULL,
@@ -229,118 +212,76 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
                            .end_unit = end_callback,
                            .settle_times = settle_callback,
                            .unit_times = times_callback};
-    s1f_status status =
-        s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
-    if (status != S1F_OK) {
-        s1f_raise(status);
-        goto failed;
-    }
-    capsule = PyCapsule_New(handle, S1F_CAPSULE_EXECUTOR, capsule_free);
-failed:
+    s1f_tier *tier = NULL;
+    s1f_status status = S1F_ERR_PYTHON;
+    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) &&
+        (moved_to == Py_None || s1f_to_tier(moved_to, "tier", &tier)) && read_ends(ends, pointers) &&
+        s1f_messages_create(&walker->messages, edges))
+        status = s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &walker->executor);
+    if (status == S1F_OK && tier != NULL)
+        s1f_executor_set_tier(walker->executor, tier);
     free(pointers);
-    if (capsule == NULL && handle != NULL)
-        handle_free(handle);
-    return capsule;
-}
-
-static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    executor_handle *handle;
-    PyObject *run, *fill, *segment_sizes, *make_views;
-    int64_t step, sequence_length;
-    enum { SIZES, TOKENS, FIRST, NUM_ARRAYS };
-    s1f_array arrays[NUM_ARRAYS] = {{.name = "segment sizes"}, {.name = "sizes of parts"}, {.name = "first parts"}};
-    int training;
-    if (!PyArg_ParseTuple(arguments, "O&O&pO&O&OOOO|O&O&", to_executor, &handle, s1f_to_int64, &step, &training,
-                          s1f_to_int64, &sequence_length, s1f_to_array, &arrays[SIZES], &run, &fill, &segment_sizes,
-                          &make_views, s1f_to_array, &arrays[TOKENS], s1f_to_array, &arrays[FIRST]))
-        return NULL;
-    const s1f_unit_parts parts = {arrays[TOKENS].values, arrays[FIRST].values};
-    int is_inside = handle->run != NULL;
-    if (is_inside)
-        PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
-    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &arrays[SIZES])) ||
-        !check_parts(handle, &arrays[TOKENS], &arrays[FIRST])) {
-        s1f_release_arrays(arrays, NUM_ARRAYS);
-        return NULL;
-    }
-    handle->device_step = handle->device == NULL ? 0 : handle->device->num_steps;
-    handle->run = run;
-    handle->fill = fill;
-    handle->segment_sizes = segment_sizes;
-    handle->messages.make_views = make_views;
-    handle->thread = PyEval_SaveThread();
-    s1f_status status =
-        s1f_executor_step(handle->executor, step, training, sequence_length,
-                          sequence_length == 0 ? NULL : arrays[SIZES].values, arrays[FIRST].count > 0 ? &parts : NULL);
-    PyEval_RestoreThread(handle->thread);
-    handle->run = handle->fill = handle->segment_sizes = handle->messages.make_views = NULL;
-    s1f_release_arrays(arrays, NUM_ARRAYS);
-    if (status == S1F_OK) {
-        status = s1f_messages_leave_all(&handle->messages);
-    } else { /* the step's error is told, not one of this */
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        if (s1f_messages_leave_all(&handle->messages) != S1F_OK)
-            PyErr_Clear();
-        PyErr_Restore(type, error, trace);
-    }
     if (status != S1F_OK)
-        return s1f_raise_for_group(status, handle->group);
-    Py_RETURN_NONE;
+        s1f_walker_free(walker);
+    return s1f_new_walker(status, walker, NULL);
 }
 
-static PyObject *executor_settle(PyObject *Py_UNUSED(module), PyObject *capsule)
+S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool, training, int64_t, sequence_length,
+           s1f_int64s, sizes, PyObject *, run, PyObject *, fill, PyObject *, segment_sizes, PyObject *, make_views,
+           s1f_int64s, part_sizes, s1f_int64s, first_part)
 {
-    executor_handle *handle;
+    const s1f_unit_parts parts = {part_sizes.values, first_part.values};
+    if (walker->run != NULL)
+        return s1f_fail(S1F_ERR_STATE, "the executor is inside a step already");
+    if ((sequence_length != 0 && !check_sizes(walker, sizes)) || !check_parts(walker, part_sizes, first_part))
+        return S1F_ERR_PYTHON;
+    walker->device_step = walker->device == NULL ? 0 : walker->device->num_steps;
+    walker->run = run;
+    walker->fill = fill;
+    walker->segment_sizes = segment_sizes;
+    walker->messages.make_views = make_views;
+    walker->thread = PyEval_SaveThread();
+    s1f_status status =
+        s1f_executor_step(walker->executor, step, training, sequence_length, sequence_length == 0 ? NULL : sizes.values,
+                          first_part.count > 0 ? &parts : NULL);
+    PyEval_RestoreThread(walker->thread);
+    walker->run = walker->fill = walker->segment_sizes = walker->messages.make_views = NULL;
+    if (status == S1F_OK)
+        return s1f_messages_leave_all(&walker->messages);
+    s1f_raise_for_group(status, walker->group); /* the step's error is told, not one of what follows */
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (s1f_messages_leave_all(&walker->messages) != S1F_OK)
+        PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+    return S1F_ERR_PYTHON;
+}
+
+S1F_METHOD(PyObject *, executor_settle, s1f_walker *, walker)
+{
     s1f_status status = S1F_OK;
-    if (!to_executor(capsule, &handle))
-        return NULL;
-    if (handle->device != NULL) {
-        S1F_WITHOUT_GIL(status = s1f_executor_settle_times(handle->executor));
+    if (walker->device != NULL) {
+        S1F_WITHOUT_GIL(status = s1f_executor_settle_times(walker->executor));
     }
-    return status == S1F_OK ? PyBool_FromLong(handle->device != NULL) : s1f_raise(status);
+    return status == S1F_OK ? PyBool_FromLong(walker->device != NULL) : s1f_raise(status);
 }
 
-static PyObject *executor_last_unit(PyObject *Py_UNUSED(module), PyObject *capsule)
+S1F_METHOD(PyObject *, executor_last_unit, s1f_walker *, walker)
 {
-    executor_handle *handle;
-    return to_executor(capsule, &handle) ? s1f_unit_tuple(s1f_executor_last_unit(handle->executor)) : NULL;
+    return s1f_unit_tuple(s1f_executor_last_unit(walker->executor));
 }
 
-/* What the last step measured, of the executor and the rank in a call's arguments. */
-typedef struct {
-    const s1f_span *spans;
-    const s1f_instruction *instructions;
-    int64_t count;
-} measured_step;
-
-static int parse_measured(PyObject *arguments, measured_step *out)
+S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
 {
-    executor_handle *handle;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "O&i", to_executor, &handle, &rank))
-        return -1;
-    int64_t num_instructions;
-    out->spans = s1f_executor_spans(handle->executor, &out->count);
-    out->instructions = s1f_program_instructions(handle->program, rank, &num_instructions);
-    if (num_instructions != out->count) {
-        PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
-        return -1;
-    }
-    return 0;
-}
-
-static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    measured_step step;
-    if (parse_measured(arguments, &step) < 0)
-        return NULL;
-    PyObject *list = PyList_New(step.count);
-    for (int64_t i = 0; list != NULL && i < step.count; i++) {
-        PyObject *item =
-            Py_BuildValue("(iNLL)", (int)step.instructions[i].opcode, s1f_unit_tuple(step.instructions[i].unit),
-                          (long long)step.spans[i].start_ns, (long long)step.spans[i].end_ns);
+    int64_t count, num_instructions;
+    const s1f_span *spans = s1f_executor_spans(walker->executor, &count);
+    const s1f_instruction *instructions = s1f_program_instructions(walker->program, rank, &num_instructions);
+    if (num_instructions != count)
+        return PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
+    PyObject *list = PyList_New(count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *item = Py_BuildValue("(iNLL)", (int)instructions[i].opcode, s1f_unit_tuple(instructions[i].unit),
+                                       (long long)spans[i].start_ns, (long long)spans[i].end_ns);
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(list);
     }
@@ -354,71 +295,41 @@ static PyObject *fill_item(const void *fills, int64_t i)
                          (long long)fill->span.end_ns);
 }
 
-static PyObject *executor_fills(PyObject *Py_UNUSED(module), PyObject *capsule)
+S1F_METHOD(PyObject *, executor_fills, s1f_walker *, walker)
 {
-    executor_handle *handle;
-    if (!to_executor(capsule, &handle))
-        return NULL;
     int64_t count;
-    const s1f_fill *fills = s1f_executor_fills(handle->executor, &count);
+    const s1f_fill *fills = s1f_executor_fills(walker->executor, &count);
     return s1f_list_of(count, fill_item, fills);
 }
 
-static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, stage)
 {
-    executor_handle *handle;
-    int stage;
-    if (!PyArg_ParseTuple(arguments, "O&i", to_executor, &handle, &stage))
+    if (!s1f_require_index("stage", stage, walker->program->shape.num_stages))
         return NULL;
-    if (stage < 0 || stage >= handle->program->shape.num_stages) {
-        PyErr_Format(PyExc_ValueError, "no stage %d", stage);
-        return NULL;
-    }
-    s1f_stage_measure measure = s1f_executor_stage_measure(handle->executor, stage);
+    s1f_stage_measure measure = s1f_executor_stage_measure(walker->executor, stage);
     return Py_BuildValue("(iL)", (int)measure.peak_live_units, (long long)measure.peak_live_tokens);
 }
 
-static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    executor_handle *handle;
-    PyObject *device_handle;
-    s1f_device *device;
-    if (!PyArg_ParseTuple(arguments, "O&O", to_executor, &handle, &device_handle) ||
-        !s1f_to_device(device_handle, &device))
-        return NULL;
-    handle->device = device;
-    Py_XDECREF(handle->device_handle);
-    handle->device_handle = Py_NewRef(device_handle);
-    Py_RETURN_NONE;
-}
-
-static PyObject *executor_set_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    executor_handle *handle;
-    PyObject *tier_handle;
-    s1f_tier *tier;
-    if (!PyArg_ParseTuple(arguments, "O&O", to_executor, &handle, &tier_handle) || !s1f_to_tier(tier_handle, &tier))
-        return NULL;
-    s1f_executor_set_tier(handle->executor, tier);
-    Py_XDECREF(handle->tier);
-    handle->tier = Py_NewRef(tier_handle);
-    Py_RETURN_NONE;
-}
-
 PyMethodDef s1f_executor_methods[] = {
-    S1F_METHOD(executor_create, VARARGS, "Fills: whether W runs in waits."),
-    S1F_METHOD(executor_set_device, VARARGS, "The GPU on which units compute."),
-    S1F_METHOD(executor_set_tier, VARARGS, "Where moved units are; a load's number is the cell of all stages."),
-    S1F_METHOD(executor_step, VARARGS,
-               "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
-               "counted over all micro-batches. received: None, or a tuple of what make_views made of each "
-               "message, in the order of the program's WAITs. fill(stage, cell) -> whether anything is left: runs "
-               "a part of this W."),
-    S1F_METHOD(
-        executor_settle, O,
-        "Whether units ran on a GPU: waits for the end of the last step there, and makes its times those of the GPU."),
-    S1F_METHOD(executor_fills, O, "[(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step."),
-    S1F_METHOD(executor_last_unit, O, "(pass, stage, microbatch, segment) the last step ended at."),
-    S1F_METHOD(executor_timeline, VARARGS, "[(opcode, unit, start_ns, end_ns)] of the last step."),
-    S1F_METHOD(executor_stage_measure, VARARGS, "(peak live units, peak live tokens) of the last step."),
+    S1F_ROW(
+        executor_create,
+        "Fills: whether W runs in waits. gpu: on which units compute. tier: where moved units are; a load's number is "
+        "the cell of all stages."),
+    S1F_ROW(executor_step,
+            "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
+            "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "
+            "flags, sizes, offset) of each tensor) made of each message, in the order of the program's WAITs. "
+            "fill(stage, cell) -> whether anything is left: runs a part of this W. segment_sizes(length) -> sizes. "
+            "Parts are siblings in one unit: tokens of each, those of one column after another, and the first of each "
+            "column, behind the last their count."),
+    S1F_ROW(executor_settle,
+            "-> bool: whether units ran on a GPU: waits for the end of the last step there, and makes its times those "
+            "of the GPU."),
+    S1F_ROW(executor_fills,
+            "-> list[tuple[_Unit, int, int]]: unit, start and end in ns of the parts of W that ran in waits of the "
+            "last step."),
+    S1F_ROW(executor_last_unit, "-> _Unit: that the last step ended at."),
+    S1F_ROW(executor_timeline,
+            "-> list[tuple[int, _Unit, int, int]]: opcode, unit, start and end in ns of the last step's instructions."),
+    S1F_ROW(executor_stage_measure, "-> tuple[int, int]: peak live units, peak live tokens of the last step."),
     {NULL, NULL, 0, NULL}};

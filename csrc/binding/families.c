@@ -24,7 +24,7 @@ static PyObject *family_item(const void *unused, int64_t i)
                          PyBool_FromLong(facts.has_segments));
 }
 
-static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+S1F_METHOD(PyObject *, schedule_families)
 {
     int32_t count = 0;
     s1f_family_facts facts;
@@ -35,69 +35,72 @@ static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNU
 
 /* -- building ------------------------------------------------------------------------------------------------------ */
 
-enum { COSTS, UNIT_BYTES = COSTS + S1F_SPLIT_PASSES, CAP_BYTES, ROWS, PARENTS, NUM_ARRAYS };
+typedef s1f_int64s option_arrays[S1F_NUM_OPTIONS]; /* that the options point into, of doubles too */
 
-typedef struct {
-    const char *family;
-    int32_t P, M, k, v;
-    s1f_options options;
-    s1f_array arrays[NUM_ARRAYS]; /* that the options point into; Python makes them as long as the core reads */
-} build_arguments;
-
-/* 0 with the exception set; else s1f_release_arrays is due. */
-static int read_build_arguments(PyObject *tuple, build_arguments *a)
+/* From a tuple in the order of the table: numbers, or arrays that Python makes as long as the core reads. Either way
+ * the arrays are to be released. */
+static int read_options(PyObject *tuple, s1f_options *options, option_arrays arrays)
 {
-    *a = (build_arguments){0};
-    s1f_options *o = &a->options;
-    s1f_array *arrays = a->arrays;
-    for (int i = 0; i < NUM_ARRAYS; i++)
-        arrays[i].name = "an option";
-    if (!PyArg_ParseTuple(tuple, "siiii(iiiL(O&O&O&)diO&O&iii)O&O&", &a->family, &a->P, &a->M, &a->k, &a->v, &o->group,
-                          &o->round, &o->extra_warmup, &o->cap, s1f_to_array, &arrays[COSTS], s1f_to_array,
-                          &arrays[COSTS + 1], s1f_to_array, &arrays[COSTS + 2], &o->transfer, &o->placement,
-                          s1f_to_array, &arrays[UNIT_BYTES], s1f_to_array, &arrays[CAP_BYTES], &o->backward, &o->rounds,
-                          &o->trees, s1f_to_int32_array, &arrays[ROWS], s1f_to_int32_array, &arrays[PARENTS]))
-        return 0;
-    for (int pass = 0; pass < S1F_SPLIT_PASSES; pass++)
-        o->costs[pass] = arrays[COSTS + pass].values;
-    o->unit_bytes = arrays[UNIT_BYTES].values;
-    o->cap_bytes = arrays[CAP_BYTES].values;
-    o->segments_of = arrays[ROWS].values;
-    o->parents = arrays[PARENTS].values;
-    return 1;
+    int is_read = PyTuple_Check(tuple) && s1f_require_count("options", PyTuple_Size(tuple), S1F_NUM_OPTIONS);
+    for (int i = 0; i < S1F_NUM_OPTIONS && is_read; i++) {
+        const s1f_option *option = &s1f_option_table[i];
+        void *field = (char *)options + option->offset;
+        s1f_reader *const readers[S1F_NUM_OPTION_KINDS] = {s1f_to_int32, s1f_to_int64, s1f_to_double, s1f_to_int32};
+        s1f_reader *read = readers[option->kind];
+        is_read = (read == NULL ? s1f_to_int64s : read)(PyTuple_GetItem(tuple, i), option->name,
+                                                        read == NULL ? &arrays[i] : field);
+        int64_t count = arrays[i].count / S1F_SPLIT_PASSES;
+        for (int pass = 0; option->kind == S1F_KIND_COSTS_OF_UNITS && pass < S1F_SPLIT_PASSES && count > 0; pass++)
+            options->costs[pass] = (const double *)(const void *)(arrays[i].values + pass * count);
+        if (option->kind == S1F_KIND_BYTES_OF_UNITS || option->kind == S1F_KIND_BYTES_OF_RANKS)
+            *(const int64_t **)field = arrays[i].values;
+    }
+    return is_read;
 }
 
-static PyObject *schedule_build(PyObject *Py_UNUSED(module), PyObject *tuple)
+static void release_options(option_arrays arrays)
 {
-    build_arguments a;
-    if (!read_build_arguments(tuple, &a))
-        return NULL;
+    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
+        PyBuffer_Release(&arrays[i].view);
+}
+
+S1F_METHOD(PyObject *, schedule_build, const char *, family, int32_t, num_ranks, int32_t, num_microbatches, int32_t,
+           num_segments, int32_t, stages_per_rank, PyObject *, given, s1f_int32s, segments_of, s1f_int32s, parents)
+{
+    s1f_options options = {.segments_of = segments_of.values, .parents = parents.values};
+    option_arrays arrays = {0};
     s1f_schedule *schedule = NULL;
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_schedule_build(a.family, a.P, a.M, a.k, a.v, &a.options, &schedule));
-    s1f_release_arrays(a.arrays, NUM_ARRAYS);
+    s1f_status status = S1F_ERR_PYTHON;
+    if (read_options(given, &options, arrays))
+        S1F_WITHOUT_GIL(status = s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank,
+                                                    &options, &schedule));
+    release_options(arrays);
     return s1f_new_schedule(status, schedule, NULL);
 }
 
-static PyObject *schedule_broken_rule(PyObject *Py_UNUSED(module), PyObject *tuple)
+S1F_METHOD(PyObject *, schedule_broken_rule, const char *, family, int32_t, num_ranks, int32_t, num_microbatches,
+           int32_t, num_segments, int32_t, stages_per_rank, PyObject *, given, s1f_int32s, segments_of, s1f_int32s,
+           parents)
 {
-    build_arguments a;
-    if (!read_build_arguments(tuple, &a))
-        return NULL;
+    s1f_options options = {.segments_of = segments_of.values, .parents = parents.values};
+    option_arrays arrays = {0};
     const char *rule = NULL;
-    s1f_status status = s1f_schedule_broken_rule(a.family, a.P, a.M, a.k, a.v, &a.options, &rule);
-    s1f_release_arrays(a.arrays, NUM_ARRAYS);
+    s1f_status status = S1F_ERR_PYTHON;
+    if (read_options(given, &options, arrays))
+        status = s1f_schedule_broken_rule(family, num_ranks, num_microbatches, num_segments, stages_per_rank, &options,
+                                          &rule);
+    release_options(arrays);
     return status != S1F_OK ? s1f_raise(status) : Py_BuildValue("z", rule);
 }
 
 PyMethodDef s1f_family_methods[] = {
-    S1F_METHOD(schedule_families, NOARGS,
-               "(name, description, source, validity, least stages_per_rank, names of options, whether the "
-               "backward is split, whether its source cuts micro-batches into segments) of every family."),
-    S1F_METHOD(
-        schedule_build, VARARGS,
-        "A schedule handle. The options are values in the order of FAMILY_OPTIONS: numbers, 0 for none, of a word its "
-        "place from 1 on; arrays, None for none, three of costs. Then int32 arrays, or None: the segments of every "
-        "micro-batch, of which num_segments is the most, and the parents of all segments."),
-    S1F_METHOD(schedule_broken_rule, VARARGS, "The first rule of the family that they break, or None."),
+    S1F_ROW(schedule_families,
+            "-> list[tuple[str, str, str, str, int, tuple[str, ...], bool, bool]]: name, description, source, "
+            "validity, least stages_per_rank, names of options, whether the backward is split, whether its source "
+            "cuts micro-batches into segments, of every family."),
+    S1F_ROW(schedule_build,
+            "A schedule handle. given: values in the order of FAMILY_OPTIONS: numbers, 0 for none, of a word its "
+            "place from 1 on; arrays, None for none, costs of F, I and W one after the other. segments_of: of every "
+            "micro-batch, None: num_segments, which is the most of them. parents: of all segments."),
+    S1F_ROW(schedule_broken_rule, "-> str | None: the first rule of the family that they break."),
     {NULL, NULL, 0, NULL}};

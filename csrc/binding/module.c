@@ -1,21 +1,19 @@
 /* module.c - the extension module seq1f1b._C: limited API, multi-phase initialisation. */
 #include "binding.h"
-#include "records.h"
 #include "tested.h"
 
 #define S1F_TESTED_VALUE(function) function,
 static const s1f_tested tested = {S1F_TESTED(S1F_TESTED_VALUE)};
 
+#define S1F_TABLE(name) s1f_##name##_methods,
+
 static int module_exec(PyObject *module)
 {
-    PyMethodDef *const tables[] = {
-        s1f_partition_methods, s1f_unit_methods,      s1f_family_methods, s1f_schedule_methods, s1f_program_methods,
-        s1f_simulate_methods,  s1f_attention_methods, s1f_group_methods,  s1f_edge_methods,     s1f_device_methods,
-        s1f_executor_methods,  s1f_tier_methods,      s1f_thread_methods};
+    PyMethodDef *const tables[] = {S1F_TABLES(S1F_TABLE)};
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;
-    if (s1f_add_errors(module) < 0 || s1f_add_records(module) < 0 || s1f_add_constants(module) < 0)
+    if (s1f_add_errors(module) < 0 || s1f_add_constants(module) < 0)
         return -1;
     return s1f_add_object(module, "_tested", PyCapsule_New((void *)(uintptr_t)&tested, S1F_TESTED_NAME, NULL));
 }

@@ -5,13 +5,11 @@
 #include "../model/fit.h"
 #include "../model/memory.h"
 
-#include <stdlib.h>
-
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
-static PyObject *bytes_of(const double *values, int64_t count)
+static PyObject *doubles_of(const double *values, int64_t count)
 {
-    return PyBytes_FromStringAndSize((const char *)values, (Py_ssize_t)count * (Py_ssize_t)sizeof *values);
+    return s1f_view_of(values, count * (int64_t)sizeof *values, "d");
 }
 
 static PyObject *path_unit(const void *context, int64_t i)
@@ -31,9 +29,9 @@ static int64_t count_units(const s1f_program *program)
 static PyObject *times_of(const s1f_program *program, const s1f_simulation *simulation)
 {
     int32_t P = simulation->num_ranks, num_kept = simulation->slack == NULL ? 2 : 3;
-    return Py_BuildValue("(ddNNNNN)", simulation->makespan, simulation->period, bytes_of(simulation->span, P),
-                         bytes_of(simulation->busy, P), bytes_of(simulation->wait, P),
-                         bytes_of(simulation->times, num_kept * count_units(program)),
+    return Py_BuildValue("(ddNNNNN)", simulation->makespan, simulation->period, doubles_of(simulation->span, P),
+                         doubles_of(simulation->busy, P), doubles_of(simulation->wait, P),
+                         doubles_of(simulation->times, num_kept * count_units(program)),
                          s1f_tuple_of(simulation->path_length, path_unit, simulation->path));
 }
 
@@ -62,62 +60,57 @@ static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, in
     return result;
 }
 
-static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
+enum { SECONDS, LATENCY, PER_BYTE, MESSAGE, STATISTICS_MESSAGE, TIER, OPTIMIZER, UNITS, NUM_COST_ARRAYS };
+
+S1F_METHOD(PyObject *, program_simulate, s1f_program *, program, PyObject *, given, double, send, s1f_doubles, jitters,
+           uint64_t, seed, bool, fills, int32_t, num_steps, bool, optimizer_sync, bool, critical, PyObject *, progress)
 {
-    enum { SECONDS, LATENCY, PER_BYTE, MESSAGES, STATISTICS, TIER, OPTIMIZER, UNITS, NUM_ARRAYS };
-    const s1f_program *program;
-    PyObject *given, *progress;
-    s1f_costs costs = {0};
-    int with_causes;
-    unsigned long long seed;
-    if (!PyArg_ParseTuple(arguments, "O&Od(ddK)p(ip)pO", s1f_to_program, &program, &given, &costs.send, &costs.jitter,
-                          &costs.transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
-                          &with_causes, &progress))
+    if (!s1f_require_count("jitters", jitters.count, 2))
         return NULL;
+    s1f_costs costs = {.send = send,
+                       .jitter = jitters.values[0],
+                       .transfer_jitter = jitters.values[1],
+                       .seed = seed,
+                       .fills = fills,
+                       .num_steps = num_steps,
+                       .optimizer_sync = optimizer_sync,
+                       .progress = report_progress,
+                       .progress_context = progress};
     int64_t cells = s1f_table_count(&program->shape, S1F_PER_CELL), columns = s1f_num_columns(&program->shape),
             pairs = s1f_table_count(&program->shape, S1F_PER_PAIR);
-    s1f_array arrays[NUM_ARRAYS] = {
+    s1f_array arrays[NUM_COST_ARRAYS] = {
         [SECONDS] = {.name = "seconds", .wanted = s1f_num_passes * cells},
         [LATENCY] = {.name = "latency", .wanted = pairs},
         [PER_BYTE] = {.name = "seconds per byte", .wanted = pairs},
-        [MESSAGES] = {.name = "message_bytes", .wanted = columns},
-        [STATISTICS] = {.name = "statistics_bytes", .wanted = columns},
+        [MESSAGE] = {.name = "message_bytes", .wanted = columns},
+        [STATISTICS_MESSAGE] = {.name = "statistics_bytes", .wanted = columns},
         [TIER] = {.name = "tier", .wanted = cells},
         [OPTIMIZER] = {.name = "optimizer", .wanted = program->shape.num_ranks},
         [UNITS] = {.name = "durations", .wanted = count_units(program)},
     };
-    int is_read = s1f_read_arrays(given, arrays, NUM_ARRAYS);
+    int is_read = s1f_read_arrays(given, arrays, NUM_COST_ARRAYS);
     for (int pass = 0; pass < s1f_num_passes && arrays[SECONDS].values != NULL; pass++)
         costs.pass_seconds[pass] = (const double *)arrays[SECONDS].values + pass * cells;
     costs.unit_seconds = arrays[UNITS].values;
     costs.latency = arrays[LATENCY].values;
     costs.seconds_per_byte = arrays[PER_BYTE].values;
-    costs.message_bytes = arrays[MESSAGES].values;
-    costs.statistics_bytes = arrays[STATISTICS].values;
+    costs.message_bytes = arrays[MESSAGE].values;
+    costs.statistics_bytes = arrays[STATISTICS_MESSAGE].values;
     costs.tier_seconds = arrays[TIER].values;
     costs.optimizer = arrays[OPTIMIZER].values;
-    costs.seed = seed;
-    costs.progress = report_progress;
-    costs.progress_context = progress;
-    PyObject *result = is_read ? simulate(program, &costs, with_causes) : NULL;
-    s1f_release_arrays(arrays, NUM_ARRAYS);
+    PyObject *result = is_read ? simulate(program, &costs, critical) : NULL;
+    s1f_release_arrays(arrays, NUM_COST_ARRAYS);
     return result;
 }
 
 /* Completes the seconds of all passes in place. */
-static PyObject *fill_in(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(s1f_status, fill_in, s1f_doubles, seconds, int64_t, given)
 {
-    Py_buffer view;
-    unsigned int given;
     double *passes[S1F_MAX_PASSES];
-    if (!PyArg_ParseTuple(arguments, "w*I", &view, &given))
-        return NULL;
-    int64_t count = view.len / s1f_num_passes / (int64_t)sizeof(double);
+    int64_t count = seconds.count / s1f_num_passes;
     for (int pass = 0; pass < s1f_num_passes; pass++)
-        passes[pass] = (double *)view.buf + pass * count;
-    s1f_status status = s1f_table_fill_in(passes, given, count);
-    PyBuffer_Release(&view);
-    return s1f_none(status);
+        passes[pass] = (double *)(uintptr_t)seconds.values + pass * count;
+    return s1f_table_fill_in(passes, (uint32_t)given, count);
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -142,45 +135,38 @@ static int read_bytes(PyObject *given, const s1f_shape *shape, s1f_array *arrays
     return is_read;
 }
 
-static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, program_memory, s1f_program *, program, PyObject *, held)
 {
-    const s1f_program *program;
-    PyObject *given, *result = NULL;
-    if (!PyArg_ParseTuple(arguments, "O&O", s1f_to_program, &program, &given))
-        return NULL;
     s1f_array arrays[NUM_BYTE_ARRAYS];
     s1f_memory_bytes bytes;
-    size_t size = (size_t)program->shape.num_ranks * sizeof(s1f_memory_peak);
-    s1f_memory_peak *peaks = malloc(size);
+    int64_t size = program->shape.num_ranks * (int64_t)sizeof(s1f_memory_peak);
+    s1f_memory_peak *peaks = PyMem_Malloc((size_t)size);
+    PyObject *result = NULL;
+    s1f_status status = S1F_ERR_PYTHON;
     if (peaks == NULL)
         PyErr_NoMemory();
-    if (read_bytes(given, &program->shape, arrays, &bytes) && peaks != NULL) {
-        s1f_status status;
+    if (read_bytes(held, &program->shape, arrays, &bytes) && peaks != NULL) {
         S1F_WITHOUT_GIL(status = s1f_program_memory(program, &bytes, peaks));
-        result =
-            status == S1F_OK ? PyBytes_FromStringAndSize((const char *)peaks, (Py_ssize_t)size) : s1f_raise(status);
+        result = status == S1F_OK ? s1f_view_of(peaks, size, "q") : s1f_raise(status);
     }
     s1f_release_arrays(arrays, NUM_BYTE_ARRAYS);
-    free(peaks);
+    PyMem_Free(peaks);
     return result;
 }
 
 /* Bytes that single units take and free, for curves. */
-static PyObject *program_changes(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, program_changes, s1f_program *, program, PyObject *, held)
 {
-    const s1f_program *program;
-    PyObject *given, *result = NULL;
-    if (!PyArg_ParseTuple(arguments, "O&O", s1f_to_program, &program, &given))
-        return NULL;
     s1f_array arrays[NUM_BYTE_ARRAYS];
     s1f_memory_bytes bytes;
     s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
     int64_t size = count_units(program) * S1F_NUM_HOLDINGS * 2 * (int64_t)sizeof(int64_t);
-    if (read_bytes(given, &program->shape, arrays, &bytes) &&
-        (result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size)) != NULL) {
+    int64_t *changes = PyMem_Malloc((size_t)size), *next = changes;
+    PyObject *result = NULL;
+    if (changes == NULL)
+        PyErr_NoMemory();
+    if (read_bytes(held, &program->shape, arrays, &bytes) && changes != NULL) {
         s1f_byte_tables places = s1f_byte_tables_of(&program->shape, &bytes);
-        int64_t *next =
-            (int64_t *)(void *)PyBytes_AsString(result); /* malloc's alignment, behind a header of pointers */
         for (int32_t rank = 0; rank < program->shape.num_ranks; rank++)
             for (int64_t i = 0; i < program->ranks[rank].num_units * S1F_NUM_HOLDINGS; i++) {
                 s1f_unit unit = program->ranks[rank].units[i / S1F_NUM_HOLDINGS];
@@ -189,69 +175,57 @@ static PyObject *program_changes(PyObject *Py_UNUSED(module), PyObject *argument
                 *next++ = s1f_taken_bytes(&places, lifetimes.takes & holding, unit);
                 *next++ = s1f_freed_bytes(&places, lifetimes.frees & holding, unit);
             }
+        result = s1f_view_of(changes, size, "q");
     }
     s1f_release_arrays(arrays, NUM_BYTE_ARRAYS);
+    PyMem_Free(changes);
     return result;
 }
 
-static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
+S1F_METHOD(PyObject *, program_fit, s1f_program *, program, PyObject *, held, s1f_int64s, room, s1f_doubles,
+           tier_seconds, s1f_doubles, starts, bool, recomputes, bool, moves)
 {
-    int64_t num_cells = program->shape.num_stages * s1f_num_cells(&program->shape);
-    PyObject *cells = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)num_cells);
-    s1f_status status = cells == NULL ? S1F_ERR_PYTHON : S1F_OK;
-    if (status == S1F_OK) {
-        unsigned char *kinds = (unsigned char *)PyBytes_AsString(cells);
-        S1F_WITHOUT_GIL(status = s1f_program_fit(program, fit, kinds));
-    }
-    if (status != S1F_OK) {
-        Py_CLEAR(cells);
-        s1f_raise(status);
-    }
-    return cells;
-}
-
-static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    enum { ROOM, TIER, START, NUM_ARRAYS };
-    const s1f_program *program;
-    PyObject *memory, *given, *result = NULL;
-    s1f_fit fit = {0};
-    if (!PyArg_ParseTuple(arguments, "O&OOpp", s1f_to_program, &program, &memory, &given, &fit.recomputes, &fit.moves))
+    const s1f_shape *shape = &program->shape;
+    if (!s1f_require_count("room", room.count, shape->num_ranks) ||
+        !s1f_require_count("tier", tier_seconds.count, s1f_table_count(shape, S1F_PER_CELL)) ||
+        (starts.values != NULL && !s1f_require_count("starts", starts.count, count_units(program))))
         return NULL;
-    s1f_array held[NUM_BYTE_ARRAYS],
-        arrays[NUM_ARRAYS] = {
-            [ROOM] = {.name = "room", .wanted = program->shape.num_ranks},
-            [TIER] = {.name = "tier", .wanted = s1f_table_count(&program->shape, S1F_PER_CELL)},
-            [START] = {.name = "starts", .wanted = count_units(program)},
-        };
+    s1f_array arrays[NUM_BYTE_ARRAYS];
     s1f_memory_bytes bytes;
-    if (read_bytes(memory, &program->shape, held, &bytes) && s1f_read_arrays(given, arrays, NUM_ARRAYS)) {
-        fit.bytes = &bytes;
-        fit.room = arrays[ROOM].values;
-        fit.tier_seconds = arrays[TIER].values;
-        fit.start = arrays[START].values;
-        result = fit_program(program, &fit);
-    }
-    s1f_release_arrays(held, NUM_BYTE_ARRAYS);
-    s1f_release_arrays(arrays, NUM_ARRAYS);
-    return result;
+    s1f_fit fit = {.bytes = &bytes,
+                   .room = room.values,
+                   .tier_seconds = tier_seconds.values,
+                   .start = starts.values,
+                   .recomputes = recomputes,
+                   .moves = moves};
+    PyObject *cells = PyBytes_FromStringAndSize(NULL, shape->num_stages * s1f_num_cells(shape));
+    unsigned char *kinds = cells == NULL ? NULL : (unsigned char *)PyBytes_AsString(cells);
+    s1f_status status = S1F_ERR_PYTHON;
+    if (read_bytes(held, shape, arrays, &bytes) && kinds != NULL)
+        S1F_WITHOUT_GIL(status = s1f_program_fit(program, &fit, kinds));
+    s1f_release_arrays(arrays, NUM_BYTE_ARRAYS);
+    if (status == S1F_OK)
+        return cells;
+    Py_XDECREF(cells);
+    return s1f_raise(status);
 }
 
 PyMethodDef s1f_simulate_methods[] = {
-    S1F_METHOD(
-        program_simulate, VARARGS,
-        "Makespan, period, span, busy and wait of each rank, start of each unit, then end and slack, path. Arrays "
-        "are seconds [pass][stage][column]; latency and seconds per byte between neighbouring stages; bytes of "
-        "messages, and of statistics; the tier's seconds; the optimizer's; and seconds of every unit in place "
-        "of those of its pass. Whether to find slack and path. progress(units run)."),
-    S1F_METHOD(fill_in, VARARGS,
-               "(seconds, given): in seconds [pass][stage][column] those of the passes that are not given, bits."),
-    S1F_METHOD(program_memory, VARARGS,
-               "int64 [rank][units, of each holding, of receive places, total] at their peaks. The arrays are bytes of "
-               "each holding, None for none, and of messages and statistics."),
-    S1F_METHOD(program_changes, VARARGS,
-               "int64 [unit of all ranks][holding][2]: bytes that a unit takes at its start, and frees at its end."),
-    S1F_METHOD(program_fit, VARARGS,
-               "A byte per cell of all stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its "
-               "room. The second arrays are the room of ranks, the tier's seconds, and when each unit starts."),
+    S1F_ROW(program_simulate,
+            "-> tuple[float, float, memoryview[float], memoryview[float], memoryview[float], memoryview[float], "
+            "tuple[tuple[int, int], ...]]: makespan, period, span, busy and wait of each rank, start of each unit, "
+            "then end and slack, path. Given are seconds [pass][stage][column]; latency and seconds per byte between "
+            "neighbouring stages; bytes of messages, and of statistics; the tier's seconds; the optimizer's; and "
+            "seconds of every unit in place of those of its pass. jitters: of units and messages. critical: finds "
+            "slack and path. progress(units run)."),
+    S1F_ROW(fill_in, "In seconds [pass][stage][column] those of the passes that are not given, bits."),
+    S1F_ROW(program_memory,
+            "-> memoryview[int]: int64 [rank][units, of each holding, of receive places, total] at their peaks. Held "
+            "are bytes of each holding, None for none, and of messages and statistics."),
+    S1F_ROW(program_changes,
+            "-> memoryview[int]: int64 [unit of all ranks][holding][2]: bytes that a unit takes at its start, and "
+            "frees at its end."),
+    S1F_ROW(program_fit,
+            "-> bytes: one per cell of all stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than "
+            "its room. starts: of each unit, where both ways are open."),
     {NULL, NULL, 0, NULL}};

@@ -36,21 +36,20 @@ static void set_handler(void)
     others = set_terminate(stay_or_terminate);
 }
 
-static PyObject *thread_is_helper(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+S1F_METHOD(s1f_status, thread_is_helper)
 {
     is_helper = 1;
-    Py_RETURN_NONE;
+    return S1F_OK;
 }
 
-static PyObject *thread_interpreter_ends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+S1F_METHOD(s1f_status, thread_interpreter_ends)
 {
     set_handler();
     atomic_store(&is_ending, 1);
-    Py_RETURN_NONE;
+    return S1F_OK;
 }
 
 PyMethodDef s1f_thread_methods[] = {
-    S1F_METHOD(thread_is_helper, NOARGS, "This thread may be inside torch when the interpreter ends."),
-    S1F_METHOD(thread_interpreter_ends, NOARGS,
-               "Helper threads that come back to it from here on end with the process."),
+    S1F_ROW(thread_is_helper, "This thread may be inside torch when the interpreter ends."),
+    S1F_ROW(thread_interpreter_ends, "Helper threads that come back to it from here on end with the process."),
     {NULL, NULL, 0, NULL}};

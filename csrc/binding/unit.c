@@ -6,13 +6,6 @@
 #include "../core/unit.h"
 #include "../run/current_unit.h"
 
-static int read_unit(PyObject *tuple, s1f_unit *unit)
-{
-    if (!PyArg_ParseTuple(tuple, "iiii", &unit->pass, &unit->stage, &unit->microbatch, &unit->segment))
-        return 0;
-    return s1f_require_index("pass", unit->pass, s1f_num_passes);
-}
-
 /* All makers that an order of these passes may have for one input. */
 static int append_makers(PyObject *list, s1f_unit_input input, uint32_t passes)
 {
@@ -30,81 +23,76 @@ static int append_makers(PyObject *list, s1f_unit_input input, uint32_t passes)
 }
 
 /* A tree is in a shape of its micro-batch alone. */
-static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD(PyObject *, unit_inputs, int32_t, num_stages, int32_t, num_microbatches, int32_t, num_segments, int32_t,
+           num_ranks, int64_t, passes, s1f_int32s, unit_numbers, s1f_int32s, parents)
 {
-    s1f_shape shape = {.num_ranks = 1};
-    unsigned int passes;
-    PyObject *tuple, *list = NULL;
-    s1f_unit unit;
-    s1f_array parents = {.name = "parents"};
-    s1f_trees *trees = NULL;
-    if (!PyArg_ParseTuple(arguments, "iiiIO!|iO&", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
-                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks, s1f_to_int32_array, &parents))
+    const int32_t *numbers = unit_numbers.values;
+    if (!s1f_require_count("unit", unit_numbers.count, 4) || !s1f_require_index("pass", numbers[0], s1f_num_passes))
         return NULL;
+    s1f_unit unit = {numbers[0], numbers[1], numbers[2], numbers[3]};
+    s1f_shape shape = {.num_ranks = num_ranks,
+                       .num_stages = num_stages,
+                       .num_microbatches = num_microbatches,
+                       .num_segments = num_segments,
+                       .products = s1f_products_of_passes((uint32_t)passes)};
     const int64_t first_cell[2] = {0, parents.count};
-    s1f_status status = read_unit(tuple, &unit) ? S1F_OK : S1F_ERR_PYTHON;
-    int32_t microbatch = unit.microbatch;
-    shape.products = s1f_products_of_passes(passes);
-    if (status == S1F_OK && parents.values != NULL) {
+    s1f_trees *trees = NULL;
+    if (parents.values != NULL) {
         shape.num_microbatches = 1;
         shape.num_segments = (int32_t)parents.count;
         shape.first_cell = first_cell;
         unit.microbatch = 0;
-        status = s1f_require_index("segment", unit.segment, parents.count)
-                     ? s1f_trees_create(&shape, parents.values, &trees)
-                     : S1F_ERR_PYTHON;
+        if (!s1f_require_index("segment", unit.segment, parents.count))
+            return NULL;
+        s1f_status status = s1f_trees_create(&shape, parents.values, &trees);
+        if (status != S1F_OK)
+            return s1f_raise(status);
         shape.trees = trees;
     }
-    list = status == S1F_OK ? PyList_New(0) : s1f_raise(status);
+    PyObject *list = PyList_New(0);
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(&shape, unit); list != NULL && s1f_next_input(&inputs, &input);) {
-        input.maker.microbatch = microbatch;
-        if (!append_makers(list, input, passes))
+        input.maker.microbatch = numbers[2];
+        if (!append_makers(list, input, (uint32_t)passes))
             Py_CLEAR(list);
     }
     s1f_trees_free(trees);
-    s1f_release_arrays(&parents, 1);
     return list;
 }
 
-static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+S1F_METHOD(PyObject *, unit_state)
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
     return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
 }
 
-static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
+S1F_METHOD(s1f_status, unit_set_state, PyObject *, state)
 {
     s1f_current_unit_set_state(state);
-    Py_RETURN_NONE;
+    return S1F_OK;
 }
 
-static PyObject *unit_set_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+S1F_METHOD(s1f_status, unit_set_whole)
 {
     s1f_current_unit_set_whole();
-    Py_RETURN_NONE;
+    return S1F_OK;
 }
 
-static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count)
+S1F_METHOD(s1f_status, unit_set_documents, int64_t, count)
 {
-    long long num_documents = PyLong_AsLongLong(count);
-    if (num_documents == -1 && PyErr_Occurred())
-        return NULL;
-    s1f_current_unit_set_documents(num_documents);
-    Py_RETURN_NONE;
+    s1f_current_unit_set_documents(count);
+    return S1F_OK;
 }
 
 PyMethodDef s1f_unit_methods[] = {
-    S1F_METHOD(
-        unit_inputs, VARARGS,
-        "The units that a unit waits for, in an order of these passes (bits 1 << pass), num_segments those "
-        "of its micro-batch; where two passes may make an input, both are named, and R and L where the unit "
-        "may have one. num_ranks: shards of the vocabulary. parents: what each segment of the unit's micro-batch "
-        "follows; None: the one before it."),
-    S1F_METHOD(unit_state, NOARGS, "What unit_set_state gave the unit that runs on this thread, or None."),
-    S1F_METHOD(unit_set_state, O,
-               "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
-    S1F_METHOD(unit_set_whole, NOARGS, "Ops of the unit that runs on this thread count as outside a step."),
-    S1F_METHOD(unit_set_documents, O,
-               "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
+    S1F_ROW(unit_inputs,
+            "-> list[_Unit]: the units that a unit waits for, in an order of these passes (bits 1 << pass), "
+            "num_segments those of its micro-batch; where two passes may make an input, both are named, and R and L "
+            "where the unit may have one. num_ranks: shards of the vocabulary. parents: what each segment of the "
+            "unit's micro-batch follows; None: the one before it."),
+    S1F_ROW(unit_state, "What unit_set_state gave the unit that runs on this thread, or None."),
+    S1F_ROW(unit_set_state, "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
+    S1F_ROW(unit_set_whole, "Ops of the unit that runs on this thread count as outside a step."),
+    S1F_ROW(unit_set_documents,
+            "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
     {NULL, NULL, 0, NULL}};

@@ -13,9 +13,14 @@ typedef struct {
     int32_t channel; /* s1f_channel */
     int32_t product; /* s1f_product that its messages carry */
     int32_t source_stage, destination_stage, source_rank, destination_rank;
-    int32_t num_places;   /* receive buffers; set by lower.h, as is */
-    int32_t is_in_order;  /* 1: the receiver uses the messages in the order in which they are sent */
     int64_t num_messages; /* one per cell */
+    /* Set by lower.h: */
+    int32_t num_places;  /* receive buffers */
+    int32_t is_in_order; /* 1: the receiver uses the messages in the order in which they are sent */
+    int64_t *number;     /* [cell]: of its message, in the order in which they are sent */
+    int64_t *sender;     /* [number]: the unit that sends it, by its number in the order of the source's rank */
+    int64_t *receiver;   /* [number]: the unit that waits for it, in the order of the destination's rank */
+    int32_t *place;      /* [number]: the receive buffer that it comes into */
 } s1f_edge;
 
 typedef struct { /* edges, in ascending order; borrowed from s1f_edges */

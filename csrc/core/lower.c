@@ -1,8 +1,8 @@
 /* lower.c - from an order to one program per rank.
  *
- * Three passes over the units: number the messages in the order of their senders and count the places that every
- * receiver needs; run all ranks against each other, in time or with credits, and add places where a sender waits or
- * all get stuck; write the instructions, where a freed place goes at once to the next message of its edge. */
+ * Passes over the units: number the messages in the order of their senders and count the places that every receiver
+ * needs; run all ranks against each other, in time or with credits, and add places where a sender waits or all get
+ * stuck; give each message its place; write the instructions. */
 #include "lower.h"
 
 #include "pool.h"
@@ -23,22 +23,21 @@ typedef struct {                /* of one stage */
 /* What lowering needs to know on its way. */
 typedef struct {
     s1f_program *program;
-    s1f_pool pool;       /* of all arrays */
-    int64_t num_cells;   /* of a stage */
-    int64_t *sequence;   /* [edge][cell]: number of its message */
-    s1f_unit *consumers; /* [edge][sequence]: unit that uses the message */
-    int32_t *places;     /* [edge][sequence]: where it lands */
-    int64_t *counted;    /* [edge]: messages numbered, freed or posted in the pass that runs */
-    int64_t *used;       /* [edge]: messages waited for */
-    int64_t *needed;     /* [edge]: places that the receiver needs at once */
-    int32_t *most;       /* [edge]: places that it gets at most */
-    stage_state *stages; /* [stage] */
+    s1f_rank_program *own; /* whose instructions are written */
+    s1f_pool pool;         /* of all arrays */
+    int64_t num_cells;     /* of a stage */
+    int64_t *counted;      /* [edge]: messages numbered, freed, placed or posted in the pass that runs */
+    int64_t *used;         /* [edge]: messages waited for */
+    int64_t *needed;       /* [edge]: places that the receiver needs at once */
+    int32_t *most;         /* [edge]: places that it gets at most */
+    stage_state *stages;   /* [stage] */
     s1f_lifetime_table lifetimes;
 } lowering;
 
-static int64_t *sequence_of(const lowering *l, int32_t edge, s1f_unit unit)
+/* Number of the unit's message on an edge. */
+static int64_t *number_of(const lowering *l, int32_t edge, s1f_unit unit)
 {
-    return &l->sequence[edge * l->num_cells + s1f_cell(&l->program->shape, unit)];
+    return &l->program->edges->edges[edge].number[s1f_cell(&l->program->shape, unit)];
 }
 
 static const s1f_kind_edges *edges_of(const lowering *l, s1f_unit unit)
@@ -54,8 +53,11 @@ static void number_messages(const lowering *l)
         const s1f_rank_program *own = &l->program->ranks[rank];
         for (int64_t i = 0; i < own->num_units; i++) {
             s1f_edge_list out = edges_of(l, own->units[i])->out;
-            for (int32_t e = 0; e < out.count; e++)
-                *sequence_of(l, out.edges[e], own->units[i]) = l->counted[out.edges[e]]++;
+            for (int32_t j = 0; j < out.count; j++) {
+                int64_t number = l->counted[out.edges[j]]++;
+                *number_of(l, out.edges[j], own->units[i]) = number;
+                l->program->edges->edges[out.edges[j]].sender[number] = i;
+            }
         }
     }
 }
@@ -74,14 +76,35 @@ static void count_needed_places(const lowering *l)
             const s1f_kind_edges *uses = edges_of(l, own->units[i]);
             for (int32_t j = 0; j < uses->in.count; j++) {
                 int32_t e = uses->in.edges[j];
-                int64_t sequence = *sequence_of(l, e, own->units[i]);
-                l->consumers[e * l->num_cells + sequence] = own->units[i];
-                edges[e].is_in_order &= sequence == used[e]++;
-                if (sequence + 1 - freed[e] > l->needed[e])
-                    l->needed[e] = sequence + 1 - freed[e];
+                int64_t number = *number_of(l, e, own->units[i]);
+                edges[e].receiver[number] = i;
+                edges[e].is_in_order &= number == used[e]++;
+                if (number + 1 - freed[e] > l->needed[e])
+                    l->needed[e] = number + 1 - freed[e];
             }
             for (int32_t j = 0; j < uses->freed.count; j++)
                 freed[uses->freed.edges[j]]++;
+        }
+    }
+}
+
+/* A freed place goes at once to the next message of its edge, while there is one. */
+static void place_messages(const lowering *l)
+{
+    s1f_edge *edges = l->program->edges->edges;
+    for (int32_t e = 0; e < l->program->edges->num_edges; e++)
+        for (int32_t place = 0; place < edges[e].num_places; place++)
+            edges[e].place[l->counted[e]++] = place;
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++) {
+        const s1f_rank_program *own = &l->program->ranks[rank];
+        for (int64_t i = 0; i < own->num_units; i++) {
+            s1f_edge_list freed = edges_of(l, own->units[i])->freed;
+            for (int32_t j = 0; j < freed.count; j++) {
+                s1f_edge *edge = &edges[freed.edges[j]];
+                int64_t *placed = &l->counted[freed.edges[j]];
+                if (*placed < edge->num_messages)
+                    edge->place[(*placed)++] = edge->place[*number_of(l, freed.edges[j], own->units[i])];
+            }
         }
     }
 }
@@ -106,14 +129,14 @@ typedef struct {
     /* What a run in time has: */
     const s1f_places *given;
     double *now;   /* [rank] */
-    double *sent;  /* [edge][sequence]: when the unit that makes the message ends */
+    double *sent;  /* [edge][number]: when the unit that makes the message ends */
     double *freed; /* [edge][i]: when the i-th place becomes free, in a walk that posts none beforehand */
 } lower_walk;
 
 static int message_has_come(void *context, const s1f_stand *at, int32_t edge)
 {
     const lower_walk *w = context;
-    return w->walk.links[edge].num_sent > w->l->sequence[edge * w->l->num_cells + at->cell];
+    return w->walk.links[edge].num_sent > w->walk.edges->edges[edge].number[at->cell];
 }
 
 /* -- credits ------------------------------------------------------------------------------------------------------- */
@@ -188,8 +211,9 @@ static void run_in_time(void *context, const s1f_stand *at)
     const double *seconds = w->given->seconds;
     double now = w->now[at->rank];
     for (int32_t i = 0; i < at->uses->in.count; i++) {
-        int64_t first = at->uses->in.edges[i] * w->l->num_cells;
-        double comes = w->sent[first + w->l->sequence[first + at->cell]] + latency_of(w, at->uses->in.edges[i]);
+        int32_t edge = at->uses->in.edges[i];
+        int64_t number = w->walk.edges->edges[edge].number[at->cell];
+        double comes = w->sent[edge * w->l->num_cells + number] + latency_of(w, edge);
         now = comes > now ? comes : now;
     }
     if (seconds != NULL)
@@ -305,51 +329,45 @@ static s1f_status give_places(const lowering *l, const s1f_places *places)
 
 /* -- instructions -------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    const lowering *l;
-    s1f_rank_program *program;
-} writer;
-
-static void write(writer *w, s1f_opcode opcode, int32_t edge, s1f_unit unit, int64_t sequence)
+static void write(const lowering *l, s1f_opcode opcode, int32_t edge, s1f_unit unit, int64_t sequence)
 {
-    w->program->instructions[w->program->count++] = (s1f_instruction){
+    l->own->instructions[l->own->count++] = (s1f_instruction){
         .opcode = (int32_t)opcode,
         .edge = edge,
         .unit = unit,
-        .place = edge >= 0 && opcode != S1F_OP_SEND ? w->l->places[edge * w->l->num_cells + sequence] : -1,
+        .place = edge >= 0 ? l->program->edges->edges[edge].place[sequence] : -1,
         .kv_slot = -1,
         .grad_slot = -1,
         .sequence = sequence,
     };
 }
 
-static void write_post(writer *w, int32_t edge, int32_t place)
+/* POST of the next message, unless all are posted: the place stays empty. */
+static void write_post(const lowering *l, int32_t edge)
 {
-    const lowering *l = w->l;
-    int64_t sequence = l->counted[edge];
-    if (sequence == l->program->edges->edges[edge].num_messages)
-        return; /* the place stays empty */
-    l->counted[edge]++;
-    l->places[edge * l->num_cells + sequence] = place;
-    write(w, S1F_OP_POST, edge, l->consumers[edge * l->num_cells + sequence], sequence);
+    const s1f_edge *e = &l->program->edges->edges[edge];
+    if (l->counted[edge] == e->num_messages)
+        return;
+    int64_t number = l->counted[edge]++;
+    write(l, S1F_OP_POST, edge, l->own->units[e->receiver[number]], number);
 }
 
 /* RUN, with the slots that the unit takes, each the lowest that is free, and gives back. */
-static void write_run(writer *w, s1f_unit unit, s1f_lifetimes lifetimes)
+static void write_run(const lowering *l, s1f_unit unit, s1f_lifetimes lifetimes)
 {
     static const s1f_holding holdings[2] = {S1F_HOLDS_KV, S1F_HOLDS_KV_GRADIENT};
-    s1f_stage_peak *peak = &w->l->program->peaks[unit.stage];
-    stage_state *stage = &w->l->stages[unit.stage];
+    s1f_stage_peak *peak = &l->program->peaks[unit.stage];
+    stage_state *stage = &l->stages[unit.stage];
     if (s1f_begins_to_live(lifetimes) && ++stage->live_units > peak->live_units)
         peak->live_units = stage->live_units;
-    write(w, S1F_OP_RUN, -1, unit, -1);
-    s1f_instruction *run = &w->program->instructions[w->program->count - 1];
+    write(l, S1F_OP_RUN, -1, unit, -1);
+    s1f_instruction *run = &l->own->instructions[l->own->count - 1];
     int32_t *used[2] = {&run->kv_slot, &run->grad_slot}, *most[2] = {&peak->kv_slots, &peak->grad_slots};
     for (int i = 0; i < 2; i++) {
         int32_t *slot = &stage->slot_of[i][unit.microbatch];
         unsigned char *taken = stage->is_taken[i];
         if (lifetimes.takes >> holdings[i] & 1) {
-            unsigned char *lowest = memchr(taken, 0, (size_t)w->l->program->shape.num_microbatches);
+            unsigned char *lowest = memchr(taken, 0, (size_t)l->program->shape.num_microbatches);
             *slot = (int32_t)(lowest - taken);
             *lowest = 1;
             *most[i] = *slot + 1 > *most[i] ? *slot + 1 : *most[i];
@@ -360,86 +378,50 @@ static void write_run(writer *w, s1f_unit unit, s1f_lifetimes lifetimes)
     }
 }
 
-static void write_unit(writer *w, s1f_unit unit)
+static void write_unit(const lowering *l, s1f_unit unit)
 {
-    const lowering *l = w->l;
     const s1f_kind_edges *uses = edges_of(l, unit);
     s1f_lifetimes lifetimes = s1f_unit_lifetimes(&l->lifetimes, unit);
     for (int32_t i = 0; i < uses->in.count; i++)
-        write(w, S1F_OP_WAIT, uses->in.edges[i], unit, *sequence_of(l, uses->in.edges[i], unit));
+        write(l, S1F_OP_WAIT, uses->in.edges[i], unit, *number_of(l, uses->in.edges[i], unit));
     if (s1f_reads_moved(&l->program->shape, unit))
-        write(w, S1F_OP_BACK, -1, unit, -1);
-    write_run(w, unit, lifetimes);
+        write(l, S1F_OP_BACK, -1, unit, -1);
+    write_run(l, unit, lifetimes);
     for (int32_t i = 0; i < uses->out.count; i++)
-        write(w, S1F_OP_SEND, uses->out.edges[i], unit, *sequence_of(l, uses->out.edges[i], unit));
+        write(l, S1F_OP_SEND, uses->out.edges[i], unit, *number_of(l, uses->out.edges[i], unit));
     if (s1f_ends_to_live(lifetimes)) {
-        write(w, S1F_OP_FREE, -1, unit, -1);
+        write(l, S1F_OP_FREE, -1, unit, -1);
         l->stages[unit.stage].live_units--;
     }
-    for (int32_t i = 0; i < uses->freed.count; i++) {
-        int32_t edge = uses->freed.edges[i];
-        write_post(w, edge, l->places[edge * l->num_cells + *sequence_of(l, edge, unit)]);
-    }
+    for (int32_t i = 0; i < uses->freed.count; i++)
+        write_post(l, uses->freed.edges[i]);
 }
 
-static int64_t count_instructions(const lowering *l, const s1f_rank_program *own, int32_t rank)
+static int64_t count_instructions(const lowering *l, int32_t rank)
 {
     int64_t count = 0;
-    for (int64_t i = 0; i < own->num_units; i++)
-        count += 3 + edges_of(l, own->units[i])->out.count; /* BACK, RUN, FREE and SENDs */
+    for (int64_t i = 0; i < l->own->num_units; i++)
+        count += 3 + edges_of(l, l->own->units[i])->out.count; /* BACK, RUN, FREE and SENDs */
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         if (l->program->edges->edges[e].destination_rank == rank)
             count += 2 * l->program->edges->edges[e].num_messages; /* POST and WAIT */
     return count;
 }
 
-/* Places of messages are known once their receiver's program is written; SENDs get theirs at the end. */
-static s1f_status write_program(const lowering *l, int32_t rank)
+static s1f_status write_program(lowering *l, int32_t rank)
 {
-    writer w = {l, &l->program->ranks[rank]};
-    int64_t num_instructions = count_instructions(l, w.program, rank);
-    w.program->instructions = malloc((size_t)num_instructions * sizeof *w.program->instructions);
-    if (w.program->instructions == NULL)
+    l->own = &l->program->ranks[rank];
+    int64_t num_instructions = count_instructions(l, rank);
+    l->own->instructions = malloc((size_t)num_instructions * sizeof *l->own->instructions);
+    if (l->own->instructions == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld instructions of rank %d", (long long)num_instructions,
                         rank);
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         if (l->program->edges->edges[e].destination_rank == rank)
             for (int32_t place = 0; place < l->program->edges->edges[e].num_places; place++)
-                write_post(&w, e, place);
-    for (int64_t i = 0; i < w.program->num_units; i++)
-        write_unit(&w, w.program->units[i]);
-    return S1F_OK;
-}
-
-static void fill_send_places(const lowering *l, int32_t rank)
-{
-    for (int64_t i = 0; i < l->program->ranks[rank].count; i++) {
-        s1f_instruction *send = &l->program->ranks[rank].instructions[i];
-        if (send->opcode == S1F_OP_SEND)
-            send->place = l->places[send->edge * l->num_cells + send->sequence];
-    }
-}
-
-static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
-{
-    const s1f_edge *edges = l->program->edges->edges;
-    for (int32_t e = 0; e < l->program->edges->num_edges; e++)
-        if ((edges[e].source_rank == rank && edges[e].destination_rank == other) ||
-            (edges[e].source_rank == other && edges[e].destination_rank == rank))
-            return 1;
-    return 0;
-}
-
-/* A rank's program comes with those of its neighbours: who receives from it says where its messages land. */
-static s1f_status write_programs(const lowering *l, int32_t own)
-{
-    int32_t num_ranks = own == S1F_NO_RANK ? 0 : l->program->shape.num_ranks;
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        if (own == S1F_ALL_RANKS || rank == own || are_neighbours(l, own, rank))
-            S1F_TRY(write_program(l, rank));
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        if (own == S1F_ALL_RANKS || rank == own)
-            fill_send_places(l, rank);
+                write_post(l, e);
+    for (int64_t i = 0; i < l->own->num_units; i++)
+        write_unit(l, l->own->units[i]);
     return S1F_OK;
 }
 
@@ -452,10 +434,6 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
     l->num_cells = s1f_num_cells(shape);
     size_t num_stages = (size_t)shape->num_stages, num_microbatches = (size_t)shape->num_microbatches;
     size_t num_edges = (size_t)program->edges->num_edges;
-    size_t num_messages = num_edges * (size_t)l->num_cells;
-    l->sequence = s1f_pool_take(&l->pool, num_messages, sizeof *l->sequence);
-    l->consumers = s1f_pool_take(&l->pool, num_messages, sizeof *l->consumers);
-    l->places = s1f_pool_take(&l->pool, num_messages, sizeof *l->places);
     l->counted = s1f_pool_take(&l->pool, num_edges, sizeof *l->counted);
     l->used = s1f_pool_take(&l->pool, num_edges, sizeof *l->used);
     l->needed = s1f_pool_take(&l->pool, num_edges, sizeof *l->needed);
@@ -499,10 +477,15 @@ s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, i
     if ((status = give_places(&l, &places)) != S1F_OK)
         goto done;
     reset_counters(&l);
-    if ((status = write_programs(&l, rank)) != S1F_OK)
-        goto done;
-    *out = program;
-    program = NULL;
+    place_messages(&l);
+    reset_counters(&l);
+    for (int32_t own = 0; own < num_ranks && status == S1F_OK; own++)
+        if (rank == S1F_ALL_RANKS || rank == own)
+            status = write_program(&l, own);
+    if (status == S1F_OK) {
+        *out = program;
+        program = NULL;
+    }
 
 done:
     s1f_pool_free(&l.pool);

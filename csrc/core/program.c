@@ -8,6 +8,23 @@ const char *const s1f_opcode_names[S1F_NUM_OPS] = {
     [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
 };
 
+/* Room for what lower.h says of messages; 0: there is none. */
+static int take_messages(s1f_program *program)
+{
+    int64_t cells = s1f_num_cells(&program->shape);
+    size_t total = (size_t)program->edges->num_edges * (size_t)cells;
+    int64_t *numbers = s1f_pool_take(&program->pool, 3 * total, sizeof *numbers);
+    int32_t *places = s1f_pool_take(&program->pool, total, sizeof *places);
+    for (int32_t e = 0; !program->pool.is_short && e < program->edges->num_edges; e++) {
+        s1f_edge *edge = &program->edges->edges[e];
+        edge->number = numbers + 3 * e * cells;
+        edge->sender = edge->number + cells;
+        edge->receiver = edge->sender + cells;
+        edge->place = places + e * cells;
+    }
+    return !program->pool.is_short;
+}
+
 s1f_status s1f_program_create(const s1f_schedule *schedule, s1f_program **out)
 {
     s1f_shape shape;
@@ -16,11 +33,12 @@ s1f_status s1f_program_create(const s1f_schedule *schedule, s1f_program **out)
     if (program == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a program");
     program->shape = shape;
-    program->peaks = calloc((size_t)shape.num_stages, sizeof *program->peaks);
-    program->ranks = calloc((size_t)shape.num_ranks, sizeof *program->ranks);
-    s1f_status status = program->peaks == NULL || program->ranks == NULL
-                            ? s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %d stages", (int)shape.num_stages)
-                            : s1f_edges_create(&shape, &program->edges);
+    program->peaks = s1f_pool_take(&program->pool, (size_t)shape.num_stages, sizeof *program->peaks);
+    program->ranks = s1f_pool_take(&program->pool, (size_t)shape.num_ranks, sizeof *program->ranks);
+    s1f_status status = s1f_edges_create(&shape, &program->edges);
+    if (status == S1F_OK && !take_messages(program))
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %lld units of %d stages",
+                          (long long)s1f_num_cells(&shape), (int)shape.num_stages);
     for (int32_t rank = 0; status == S1F_OK && rank < shape.num_ranks; rank++)
         program->ranks[rank].units = s1f_schedule_units(schedule, rank, &program->ranks[rank].num_units);
     if (status != S1F_OK)
@@ -36,9 +54,8 @@ void s1f_program_free(s1f_program *program)
         return;
     for (int32_t rank = 0; program->ranks != NULL && rank < program->shape.num_ranks; rank++)
         free(program->ranks[rank].instructions);
-    free(program->ranks);
     s1f_edges_free(program->edges);
-    free(program->peaks);
+    s1f_pool_free(&program->pool);
     free(program);
 }
 

@@ -4,6 +4,7 @@
 #define S1F_PROGRAM_H
 
 #include "edges.h"
+#include "pool.h"
 #include "schedule.h"
 #include "table.h"
 
@@ -45,11 +46,12 @@ typedef struct {
 
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points
  * to is the schedule's, which must live as long, and stay as it is. */
-typedef struct {
+typedef struct s1f_program {
     s1f_shape shape; /* with marks */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
+    s1f_pool pool;           /* of all arrays but instructions */
 } s1f_program;
 
 /* A program without instructions. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */

@@ -11,6 +11,7 @@ typedef struct { /* one rank's run */
     int64_t next; /* instruction that is not yet copied */
     int64_t clock;
     int is_at_unit; /* it has what its next unit waits for, and lets the transfers of the same time go first */
+    int can_go;
     s1f_instruction *out;
     int64_t num_out;
 } runner;
@@ -20,10 +21,6 @@ typedef struct {
     s1f_walk walk;
     s1f_pool pool; /* of all arrays but instructions */
     runner *ranks;
-    const s1f_instruction **posts; /* [edge][place]: the last POST of it */
-    int64_t *first_post;           /* [edge]: where its places start */
-    int32_t *heap;                 /* ranks that can go on, the earliest first */
-    int32_t heap_size;
 } run;
 
 /* At the same time transfers go before units, so that a receive starts beside the unit and not after it. */
@@ -35,27 +32,15 @@ static int goes_before(const run *r, int32_t a, int32_t b)
     return left->is_at_unit != right->is_at_unit ? right->is_at_unit : a < b;
 }
 
-static void push(run *r, int32_t rank)
-{
-    int32_t i = r->heap_size++;
-    for (; i > 0 && goes_before(r, rank, r->heap[(i - 1) / 2]); i = (i - 1) / 2)
-        r->heap[i] = r->heap[(i - 1) / 2];
-    r->heap[i] = rank;
-}
-
+/* The earliest of the ranks that can go on, which no more can then; -1: none. */
 static int32_t pop(run *r)
 {
-    int32_t first = r->heap[0], last = r->heap[--r->heap_size], i = 0;
-    for (;;) {
-        int32_t child = 2 * i + 1;
-        if (child + 1 < r->heap_size && goes_before(r, r->heap[child + 1], r->heap[child]))
-            child++;
-        if (child >= r->heap_size || !goes_before(r, r->heap[child], last))
-            break;
-        r->heap[i] = r->heap[child];
-        i = child;
-    }
-    r->heap[i] = last;
+    int32_t first = -1;
+    for (int32_t rank = 0; rank < r->walk.num_ranks; rank++)
+        if (r->ranks[rank].can_go && (first < 0 || goes_before(r, rank, first)))
+            first = rank;
+    if (first >= 0)
+        r->ranks[first].can_go = 0;
     return first;
 }
 
@@ -96,7 +81,7 @@ static int yields(void *context, int32_t rank, int has_run)
     own->is_at_unit = !has_run;
     while (!has_run && own->program->instructions[own->next].opcode == S1F_OP_WAIT)
         copy_until(own, S1F_OP_WAIT);
-    push(r, rank);
+    own->can_go = 1;
     return 1;
 }
 
@@ -109,11 +94,10 @@ static int yields_to_woken(void *context, int32_t rank)
         int32_t woken = r->walk.ready[r->walk.num_ready - 1];
         if (r->ranks[woken].clock < r->ranks[rank].clock)
             r->ranks[woken].clock = r->ranks[rank].clock;
-        push(r, woken);
+        r->ranks[woken].can_go = 1;
         yields_now |= goes_before(r, woken, rank);
     }
-    if (yields_now)
-        push(r, rank);
+    r->ranks[rank].can_go |= yields_now;
     return yields_now;
 }
 
@@ -129,18 +113,18 @@ static void run_unit(void *context, const s1f_stand *at)
 static void start_transfer(void *context, const s1f_stand *at, int32_t edge)
 {
     run *r = context;
-    const s1f_instruction *send = copy_until(&r->ranks[at->rank], S1F_OP_SEND);
-    runner *receiver = &r->ranks[r->program->edges->edges[edge].destination_rank];
-    s1f_instruction receive = *r->posts[r->first_post[edge] + send->place]; /* names the unit that will use it */
+    const s1f_edge *e = &r->program->edges->edges[edge];
+    runner *receiver = &r->ranks[e->destination_rank];
+    s1f_instruction receive = *copy_until(&r->ranks[at->rank], S1F_OP_SEND);
     receive.opcode = S1F_OP_RECEIVE;
+    receive.unit = receiver->program->units[e->receiver[receive.sequence]];
     receiver->out[receiver->num_out++] = receive;
 }
 
 static void post_place(void *context, int32_t rank, int32_t edge)
 {
-    run *r = context;
-    const s1f_instruction *post = copy_until(&r->ranks[rank], S1F_OP_POST);
-    r->posts[r->first_post[edge] + post->place] = post;
+    (void)edge;
+    copy_until(&((run *)context)->ranks[rank], S1F_OP_POST);
 }
 
 /* A FREE that no POST follows. */
@@ -171,17 +155,9 @@ static void free_run(run *r)
 static s1f_status create_run(const s1f_program *program, run *r)
 {
     int32_t num_ranks = program->shape.num_ranks, num_edges = program->edges->num_edges;
-    int64_t num_places = 0;
     *r = (run){.program = program};
     S1F_TRY(s1f_walk_create(program->edges, &program->shape, &r->walk));
     r->ranks = s1f_pool_take(&r->pool, (size_t)num_ranks, sizeof *r->ranks);
-    r->heap = s1f_pool_take(&r->pool, (size_t)num_ranks, sizeof *r->heap);
-    r->first_post = s1f_pool_take(&r->pool, (size_t)num_edges, sizeof *r->first_post);
-    for (int32_t e = 0; r->first_post != NULL && e < num_edges; e++) {
-        r->first_post[e] = num_places;
-        num_places += program->edges->edges[e].num_places;
-    }
-    r->posts = s1f_pool_take(&r->pool, (size_t)num_places, sizeof *r->posts);
     int failed = r->pool.is_short;
     for (int32_t rank = 0; !failed && rank < num_ranks; rank++) {
         r->ranks[rank].program = &program->ranks[rank];
@@ -203,10 +179,10 @@ static s1f_status place_receives(run *r)
         s1f_walk_set_units(&r->walk, rank, own->program->units, own->program->num_units);
         while (own->next < own->program->count && own->program->instructions[own->next].opcode == S1F_OP_POST)
             s1f_walk_post(&r->walk, rank, own->program->instructions[own->next].edge, rendezvous_rules, r);
-        push(r, rank);
+        own->can_go = 1;
     }
-    while (r->heap_size > 0)
-        num_ended += s1f_walk_go(&r->walk, pop(r), rendezvous_rules, r);
+    for (int32_t rank; (rank = pop(r)) >= 0;)
+        num_ended += s1f_walk_go(&r->walk, rank, rendezvous_rules, r);
     for (int32_t rank = 0; num_ended < num_ranks && rank < num_ranks; rank++)
         if (!s1f_walk_has_ended(&r->walk, rank))
             return s1f_fail(S1F_ERR_SCHEDULE, "rank %d is stuck at instruction %lld of %lld: credits have a cycle",

@@ -13,8 +13,8 @@
 
 #include "program.h"
 
-/* Adds RECEIVEs to the instructions of every rank. Once per program; it is unchanged on an error. Time is that of a
- * heap of ranks per unit. */
+/* Adds RECEIVEs to the instructions of every rank. Once per program; it is unchanged on an error. Each unit and
+ * each transfer looks at all ranks. */
 s1f_status s1f_program_add_receives(s1f_program *program);
 
 #endif

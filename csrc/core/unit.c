@@ -142,15 +142,9 @@ static int32_t first_maker(s1f_product product)
 
 /* Place of an input's maker, seen from the unit that waits. */
 typedef enum {
-    SAME_CELL,
-    SAME_CELL_IF_RECOMPUTED,
-    SAME_CELL_IF_MOVED,
-    SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments in a chain */
-    SAME_CELL_OF_EARLIER_SEGMENT, /* the same cell, where it is not */
-    SEGMENT_BEFORE,               /* in a chain, as the next */
-    SEGMENT_BEHIND,
-    PARENT, /* in a tree, as the next */
-    EVERY_CHILD,
+    SAME_CELL, /* if it makes the product, where that is optional */
+    SEGMENT_BEFORE,
+    EVERY_SEGMENT_BEHIND,
     STAGE_BEFORE,
     STAGE_BEHIND,
     LAST_STAGE,                  /* seen from a shard of the vocabulary */
@@ -170,20 +164,17 @@ static const struct {
     const char *rule;
 } rules[] = {
     {F, OUTPUT, SEGMENT_BEFORE, S1F_COMES_IN_CACHE, 0, 0, "a segment goes forward after the one before it"},
-    {F, OUTPUT, PARENT, S1F_COMES_IN_CACHE, 0, 0, "a segment goes forward after its parent"},
     {F, OUTPUT, STAGE_BEFORE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_ACTIVATION, WEIGHT_GRADIENT,
      "a stage goes forward after the stage before it"},
-    {B | I, OUTPUT, SAME_CELL_OF_LAST_SEGMENT, S1F_COMES_SAVED, 0, 0,
-     "the last segment goes back after every forward of its micro-batch"},
-    {B | I, OUTPUT, SAME_CELL_OF_EARLIER_SEGMENT, S1F_COMES_SAVED, 0, 0, "a segment goes back after its own forward"},
+    {B | I, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a segment goes back after its own forward"},
     {R, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a unit is recomputed after its own forward"},
-    {B | I, RECOMPUTED, SAME_CELL_IF_RECOMPUTED, S1F_COMES_SAVED, 0, 0, "a unit goes back after its recomputation"},
+    {B | I, RECOMPUTED, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a unit goes back after its recomputation"},
     {O, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saves leaves after its forward"},
     {A, LEAVING, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved is gone after it left"},
     {L, AWAY, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved comes back after it is gone"},
-    {B | I, COMING, SAME_CELL_IF_MOVED, S1F_COMES_SAVED, 0, 0, "what was moved away comes back before it is read"},
-    {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
-    {B | I, INPUT_GRADIENT, EVERY_CHILD, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after its children"},
+    {B | I, COMING, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what was moved away comes back before it is read"},
+    {B | I, INPUT_GRADIENT, EVERY_SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0,
+     "a segment goes back after the one behind it"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
     {S, OUTPUT, LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN, LOSS,
@@ -215,13 +206,8 @@ static int move_to_segment(s1f_unit *unit, int32_t segment)
 /* Moves to the child behind the one of which *next tells, 0 at first, and makes *next tell of that. */
 static int move_to_child(const s1f_shape *shape, int32_t *next, s1f_unit *unit)
 {
-    const s1f_trees *trees = shape->trees;
-    if (trees == NULL)
-        return 0;
-    s1f_unit before = *unit;
-    before.segment = *next;
-    int32_t child =
-        *next == 0 ? trees->first_child[s1f_cell(shape, *unit)] : trees->next_sibling[s1f_cell(shape, before)];
+    s1f_unit before = {unit->pass, unit->stage, unit->microbatch, *next};
+    int32_t child = *next == 0 ? s1f_first_child(shape, *unit) : s1f_next_sibling(shape, before);
     *next = child - 1; /* whoever asks counts one up; no child is segment 0 */
     return move_to_segment(unit, child);
 }
@@ -229,19 +215,12 @@ static int move_to_child(const s1f_shape *shape, int32_t *next, s1f_unit *unit)
 /* Moves `unit` to the cell of its i-th maker, where i counts from 0 or tells of the maker before; 0: there is none. */
 static int move_to(const s1f_shape *shape, place where, int32_t *element, s1f_unit *unit)
 {
-    int is_shard = unit->stage < shape->num_ranks, is_chain = shape->trees == NULL;
-    int32_t num_segments = s1f_segments_of(shape, unit->microbatch), i = *element;
-    int is_last = is_chain && num_segments > 1 && unit->segment == num_segments - 1;
+    int is_shard = unit->stage < shape->num_ranks;
+    int32_t i = *element;
     switch (where) {
     case SAME_CELL: return i == 0;
-    case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_cell_has(shape, *unit, RECOMPUTED);
-    case SAME_CELL_IF_MOVED: return i == 0 && s1f_cell_has(shape, *unit, COMING);
-    case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
-    case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
-    case SEGMENT_BEFORE: return i == 0 && is_chain && unit->segment-- > 0;
-    case SEGMENT_BEHIND: return i == 0 && is_chain && ++unit->segment < num_segments;
-    case PARENT: return i == 0 && !is_chain && move_to_segment(unit, s1f_parent_of(shape, *unit));
-    case EVERY_CHILD: return move_to_child(shape, element, unit);
+    case SEGMENT_BEFORE: return i == 0 && move_to_segment(unit, s1f_parent_of(shape, *unit));
+    case EVERY_SEGMENT_BEHIND: return move_to_child(shape, element, unit);
     case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
     case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);
@@ -262,6 +241,7 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
         int32_t r = inputs->rule;
         s1f_unit maker = inputs->unit;
         if (!(rules[r].passes & BIT(maker.pass)) || !s1f_shape_makes(inputs->shape, rules[r].product) ||
+            (BIT(rules[r].product) & OPTIONAL && !s1f_cell_has(inputs->shape, maker, rules[r].product)) ||
             !move_to(inputs->shape, rules[r].place, &inputs->element, &maker))
             continue;
         inputs->element++;
@@ -339,7 +319,7 @@ int s1f_stand_in_tree(const s1f_shape *shape, s1f_unit unit, int is_end)
     if (shape->marks != NULL)
         is_end = (shape->marks[s1f_cell_of_all(shape, unit)] & mark) != 0;
     return (unit.segment == 0 ? S1F_STANDS_FIRST : 0) | (is_end ? S1F_STANDS_LAST : 0) |
-           (shape->trees->first_child[s1f_cell(shape, unit)] < 0 ? S1F_STANDS_LEAF : 0);
+           (s1f_first_child(shape, unit) < 0 ? S1F_STANDS_LEAF : 0);
 }
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int stands)

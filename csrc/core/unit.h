@@ -158,20 +158,30 @@ static inline int32_t s1f_parent_of(const s1f_shape *shape, s1f_unit unit)
 {
     return shape->trees == NULL ? unit.segment - 1 : shape->trees->parent[s1f_cell(shape, unit)];
 }
+/* The first segment that follows the unit's own, and the next one that follows the same; -1: none. */
+static inline int32_t s1f_first_child(const s1f_shape *shape, s1f_unit unit)
+{
+    if (shape->trees != NULL)
+        return shape->trees->first_child[s1f_cell(shape, unit)];
+    return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch) ? unit.segment + 1 : -1;
+}
+static inline int32_t s1f_next_sibling(const s1f_shape *shape, s1f_unit unit)
+{
+    return shape->trees != NULL ? shape->trees->next_sibling[s1f_cell(shape, unit)] : -1;
+}
 /* How many segments follow the unit's own. */
 static inline int32_t s1f_num_children(const s1f_shape *shape, s1f_unit unit)
 {
     int32_t count = 0;
-    if (shape->trees == NULL)
-        return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch);
-    for (unit.segment = shape->trees->first_child[s1f_cell(shape, unit)]; unit.segment >= 0; count++)
-        unit.segment = shape->trees->next_sibling[s1f_cell(shape, unit)];
+    for (unit.segment = s1f_first_child(shape, unit); unit.segment >= 0; count++)
+        unit.segment = s1f_next_sibling(shape, unit);
     return count;
 }
-/* Whether the unit's segment, or one below it, is the first below its parent that goes back. For trees with marks. */
+/* Whether the unit's segment, or one below it, is the first below its parent that goes back: in a chain it always is.
+ * Needs the marks of trees. */
 static inline int s1f_opens_parent(const s1f_shape *shape, s1f_unit unit)
 {
-    return (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0;
+    return shape->trees == NULL || (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0;
 }
 
 /* What becomes of what F of a cell saves. */
@@ -219,8 +229,7 @@ typedef struct {
 } s1f_unit_input;
 
 /* Walks over the inputs of a unit: for (s1f_inputs i = s1f_inputs_of(shape, unit); s1f_next_input(&i, &input);) ...
- * Dependencies that follow from others are left out: B of the last segment waits for F of its own segment, and so for
- * those of all. What comes from a stage comes alike for every cell of a pass and stage. */
+ * Dependencies that follow from others are left out: B waits for F of its own segment, and so for those before it. What comes from a stage comes alike for every cell of a pass and stage. */
 typedef struct {
     const s1f_shape *shape;
     s1f_unit unit;

@@ -13,7 +13,7 @@ typedef struct { /* one unit of the step; events are made once and used again by
     s1f_cu_event start, end;
 } s1f_device_unit;
 
-typedef struct {
+typedef struct s1f_device {
     const s1f_driver *driver;
     int32_t ordinal;
     int device; /* CUdevice */

@@ -13,7 +13,7 @@
 
 struct s1f_device_end;
 
-typedef struct { /* for device_end.c and watchdog.c alone */
+typedef struct s1f_watchdog { /* for device_end.c and watchdog.c alone */
     s1f_group *group;
     s1f_device *device;
     pthread_t thread;

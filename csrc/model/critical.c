@@ -12,8 +12,6 @@ typedef struct {
     s1f_simulation *simulation;
     s1f_pool pool;     /* of all arrays */
     int64_t num_cells; /* of a stage, and messages of an edge */
-    int64_t *sequence; /* [edge][cell] number of its message */
-    int64_t *sender;   /* [edge][message] number of the unit that sends it, on the source's rank */
     int64_t *granter;  /* [edge][message] number of the unit after which its place is posted, on the
                                                destination's rank; -1: at the start */
     double *latest_arrival, *latest_credit; /* [edge][message] seconds */
@@ -30,8 +28,6 @@ static int create_walk(walk *w)
     w->edges = w->program->edges->edges;
     w->num_cells = s1f_num_cells(shape);
     size_t total = num_edges * (size_t)w->num_cells;
-    w->sequence = s1f_pool_take(&w->pool, total, sizeof *w->sequence);
-    w->sender = s1f_pool_take(&w->pool, total, sizeof *w->sender);
     w->granter = s1f_pool_take(&w->pool, total, sizeof *w->granter);
     w->latest_arrival = s1f_pool_take(&w->pool, total, sizeof *w->latest_arrival);
     w->latest_credit = s1f_pool_take(&w->pool, total, sizeof *w->latest_credit);
@@ -60,27 +56,24 @@ static int64_t message(const walk *w, int32_t edge, int64_t number)
 }
 
 /* Number of the message that belongs to the cell of a unit. */
-static int64_t *number_of(const walk *w, int32_t edge, s1f_numbered_unit unit)
+static int64_t number_of(const walk *w, int32_t edge, s1f_numbered_unit unit)
 {
-    return &w->sequence[edge * w->num_cells + s1f_cell(&w->program->shape, *unit_at(w, unit))];
+    return w->edges[edge].number[s1f_cell(&w->program->shape, *unit_at(w, unit))];
 }
 
-/* Who sends each message, and who grants its place. */
-static void find_ends(walk *w)
+/* Who grants the place of each message. */
+static void find_granters(walk *w)
 {
-    for (int32_t e = 0; e < w->program->edges->num_edges; e++)
+    for (int32_t e = 0; e < w->program->edges->num_edges; e++) {
+        w->num_sent[e] = w->edges[e].num_messages;
         for (; w->num_posted[e] < w->edges[e].num_places; w->num_posted[e]++)
             w->granter[message(w, e, w->num_posted[e])] = -1;
+    }
     for (int32_t rank = 0; rank < w->program->shape.num_ranks; rank++)
         for (int64_t i = 0; i < w->program->ranks[rank].num_units; i++) {
-            const s1f_kind_edges *uses = edges_of(w, (s1f_numbered_unit){rank, i});
-            for (int32_t j = 0; j < uses->out.count; j++) {
-                int32_t e = uses->out.edges[j];
-                *number_of(w, e, (s1f_numbered_unit){rank, i}) = w->num_sent[e];
-                w->sender[message(w, e, w->num_sent[e]++)] = i;
-            }
-            for (int32_t j = 0; j < uses->freed.count; j++) {
-                int32_t e = uses->freed.edges[j];
+            s1f_edge_list freed = edges_of(w, (s1f_numbered_unit){rank, i})->freed;
+            for (int32_t j = 0; j < freed.count; j++) {
+                int32_t e = freed.edges[j];
                 if (w->num_posted[e] < w->edges[e].num_messages)
                     w->granter[message(w, e, w->num_posted[e]++)] = i;
             }
@@ -134,7 +127,7 @@ static void walk_back_over(walk *w, int32_t rank)
     w->simulation->slack[rank][unit.i] = latest_end > end ? latest_end - end : 0; /* below 0 by rounding */
     for (int32_t j = 0; j < uses->in.count; j++) {
         int32_t e = uses->in.edges[j];
-        w->latest_arrival[message(w, e, *number_of(w, e, unit))] = w->latest_start[rank];
+        w->latest_arrival[message(w, e, number_of(w, e, unit))] = w->latest_start[rank];
     }
 }
 
@@ -156,9 +149,9 @@ static void find_slack(walk *w)
 static s1f_numbered_unit first_of_busy_link(const walk *w, int32_t edge, int64_t number)
 {
     int32_t rank = w->edges[edge].source_rank;
-    while (w->simulation->causes[rank][w->sender[message(w, edge, number)]] & S1F_CAUSE_LINK)
+    while (w->simulation->causes[rank][w->edges[edge].sender[number]] & S1F_CAUSE_LINK)
         number--;
-    return (s1f_numbered_unit){rank, w->sender[message(w, edge, number)]};
+    return (s1f_numbered_unit){rank, w->edges[edge].sender[number]};
 }
 
 /* The unit that decided when the rank was through with this one: itself, or the last one that granted a place for which
@@ -171,7 +164,7 @@ static s1f_numbered_unit deciding(const walk *w, s1f_numbered_unit unit)
         double latest = -1;
         for (int32_t j = 0; j < out.count; j++) {
             int32_t e = out.edges[j], rank = w->edges[e].destination_rank;
-            int64_t i = w->granter[message(w, e, *number_of(w, e, unit))];
+            int64_t i = w->granter[message(w, e, number_of(w, e, unit))];
             if (i >= 0 && w->simulation->end[rank][i] > latest) {
                 latest = w->simulation->end[rank][i];
                 last = (s1f_numbered_unit){rank, i};
@@ -190,7 +183,7 @@ static int before_on_path(const walk *w, s1f_numbered_unit unit, s1f_numbered_un
         double latest = -1;
         for (int32_t j = 0; j < in.count; j++) { /* of several messages the one that was sent by the last to end */
             int32_t e = in.edges[j];
-            s1f_numbered_unit sender = first_of_busy_link(w, e, *number_of(w, e, unit));
+            s1f_numbered_unit sender = first_of_busy_link(w, e, number_of(w, e, unit));
             if (w->simulation->end[sender.rank][sender.i] > latest) {
                 latest = w->simulation->end[sender.rank][sender.i];
                 *before = sender;
@@ -235,7 +228,7 @@ s1f_status s1f_simulation_find_slack(const s1f_program *program, const s1f_costs
         return s1f_fail(S1F_ERR_STATE, "slack needs a simulation that keeps its causes");
     int created = create_walk(&w);
     if (created) {
-        find_ends(&w);
+        find_granters(&w);
         find_slack(&w);
         created = find_path(&w);
     }

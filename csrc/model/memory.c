@@ -1,7 +1,7 @@
 /* memory.c - walks the order of each rank and adds up what lives. */
 #include "memory.h"
 
-#include "../core/pool.h"
+#include <stdlib.h>
 
 static int64_t greater(int64_t a, int64_t b)
 {
@@ -28,13 +28,11 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
 static int64_t bytes_of_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
 {
     int64_t sum = 0;
-    for (int32_t s = 1; shape->trees == NULL && s <= unit.segment; s++)
-        sum += own[-s];
-    while (shape->trees != NULL && s1f_parent_of(shape, unit) >= 0 && s1f_opens_parent(shape, unit)) {
-        int32_t parent = s1f_parent_of(shape, unit);
-        own -= unit.segment - parent; /* a column is a cell */
+    for (int32_t parent = s1f_parent_of(shape, unit); parent >= 0 && s1f_opens_parent(shape, unit);) {
+        own -= unit.segment - parent;
         sum += *own;
         unit.segment = parent;
+        parent = s1f_parent_of(shape, unit);
     }
     return sum;
 }
@@ -132,81 +130,28 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
     return status;
 }
 
-/* Places of the messages of one edge: a message takes the place that was freed last. */
-typedef struct {
-    const s1f_unit *next; /* of the source rank: behind the one that has sent the last message */
-    uint32_t senders;     /* bits of the passes that send */
-    int64_t num_placed;   /* messages */
-    int32_t num_growing;  /* places that no message of the largest size has come into */
-    int64_t most;         /* bytes of the largest message */
-    const int64_t *size;  /* [column] bytes */
-    int32_t *place;       /* [cell] */
-    int64_t *largest;     /* [place] bytes */
-} edge_places;
-
-static s1f_status create_places(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_pool *pool,
-                                edge_places **out)
+/* Each receive place holds, for the whole step, the largest message that comes into it. */
+static s1f_status add_places(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
 {
-    int32_t num_edges = program->edges->num_edges;
-    size_t num_cells = (size_t)s1f_num_cells(&program->shape);
-    edge_places *places = *out = s1f_pool_take(pool, (size_t)num_edges, sizeof *places);
-    for (int32_t e = 0; !pool->is_short && e < num_edges; e++) {
+    const s1f_shape *shape = &program->shape;
+    int64_t num_cells = s1f_num_cells(shape), num_columns = s1f_num_columns(shape);
+    for (int32_t e = 0; e < program->edges->num_edges; e++) {
         const s1f_edge *edge = &program->edges->edges[e];
-        places[e].size = edge->channel == S1F_CHANNEL_STATISTICS ? bytes->statistics : bytes->message;
-        for (int64_t column = 0; places[e].size != NULL && column < s1f_num_columns(&program->shape); column++)
-            places[e].most = greater(places[e].most, places[e].size[column]);
-        places[e].next = program->ranks[edge->source_rank].units;
-        for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-            places[e].senders |= s1f_pass_makes(pass, (s1f_product)edge->product) ? 1u << pass : 0;
-        places[e].num_growing = places[e].most > 0 ? edge->num_places : 0;
-        if (places[e].num_growing > 0) {
-            places[e].place = s1f_pool_take(pool, num_cells, sizeof *places[e].place);
-            places[e].largest = s1f_pool_take(pool, (size_t)edge->num_places, sizeof *places[e].largest);
+        const int64_t *size = edge->channel == S1F_CHANNEL_STATISTICS ? bytes->statistics : bytes->message;
+        if (size == NULL)
+            continue;
+        int64_t *largest = calloc((size_t)edge->num_places, sizeof *largest);
+        if (largest == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for the %d places of an edge", (int)edge->num_places);
+        for (int64_t cell = 0; cell < num_cells; cell++) {
+            int32_t place = edge->place[edge->number[cell]];
+            largest[place] = greater(largest[place], size[cell % num_columns]); /* a column is a segment, or a cell */
         }
+        for (int32_t place = 0; place < edge->num_places; place++)
+            peaks[edge->destination_rank].receive += largest[place];
+        free(largest);
     }
-    return pool->is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for the messages of %d edges", (int)num_edges) : S1F_OK;
-}
-
-/* The next message of an edge comes into this place. */
-static void put(const s1f_program *program, int32_t e, edge_places *p, int32_t place, s1f_memory_peak *peaks)
-{
-    const s1f_edge *edge = &program->edges->edges[e];
-    while (p->next->stage != edge->source_stage || !(p->senders >> p->next->pass & 1))
-        p->next++;
-    s1f_unit sender = *p->next++;
-    int64_t size = p->size[s1f_column(&program->shape, sender)], more = greater(size - p->largest[place], 0);
-    p->num_placed++;
-    p->place[s1f_cell(&program->shape, sender)] = place;
-    peaks[edge->destination_rank].receive += more;
-    p->largest[place] += more;
-    p->num_growing -= more > 0 && p->largest[place] == p->most;
-}
-
-/* What the places of each rank come to hold. An edge is done when each place has held a largest message. */
-static void fill_places(const s1f_program *program, edge_places *places, s1f_memory_peak *peaks)
-{
-    const s1f_edges *edges = program->edges;
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
-        int32_t num_growing = 0; /* edges into the rank */
-        for (int32_t e = 0; e < edges->num_edges; e++) {
-            if (edges->edges[e].destination_rank != rank)
-                continue;
-            for (int32_t place = 0; places[e].num_growing > 0 && place < edges->edges[e].num_places; place++)
-                put(program, e, &places[e], place, peaks);
-            num_growing += places[e].num_growing > 0;
-        }
-        for (int64_t i = 0; num_growing > 0 && i < program->ranks[rank].num_units; i++) {
-            s1f_unit unit = program->ranks[rank].units[i];
-            s1f_edge_list freed = edges->kinds[s1f_kind(unit)].freed;
-            for (int32_t j = 0; j < freed.count; j++) {
-                edge_places *p = &places[freed.edges[j]];
-                if (p->num_growing == 0 || p->num_placed == edges->edges[freed.edges[j]].num_messages)
-                    continue;
-                put(program, freed.edges[j], p, p->place[s1f_cell(&program->shape, unit)], peaks);
-                num_growing -= p->num_growing == 0;
-            }
-        }
-    }
+    return S1F_OK;
 }
 
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
@@ -216,15 +161,7 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
     s1f_lifetime_table table = s1f_lifetimes_of(shape);
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
-    if (bytes->message != NULL || bytes->statistics != NULL) {
-        s1f_pool pool = {0};
-        edge_places *places;
-        s1f_status status = create_places(program, bytes, &pool, &places);
-        if (status == S1F_OK)
-            fill_places(program, places, peaks);
-        s1f_pool_free(&pool);
-        S1F_TRY(status);
-    }
+    S1F_TRY(add_places(program, bytes, peaks));
     s1f_byte_tables tables = s1f_byte_tables_of(shape, bytes);
     ledger l = {.total = 0};
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {

@@ -12,7 +12,7 @@
  * Pages stay from step to step; a step with another number of places gives them back. */
 #define S1F_ARENA_BYTES (INT64_C(1) << 40)
 
-typedef struct { /* memory mapped from a file descriptor (memfd), shared */
+typedef struct s1f_mapping { /* memory mapped from a file descriptor (memfd), shared */
     void *memory;
     int64_t bytes;
 } s1f_mapping;

@@ -6,10 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {         /* one edge of this rank, from either end */
-    void **keeps;        /* sender, [num_messages]: results on their way; a GPU reads them after SEND has returned */
-    int64_t first, end;  /* of keeps: not released yet */
-    s1f_unit *producers; /* receiver, [num_messages]: the units whose results the messages are */
+typedef struct {        /* one edge of this rank, from either end */
+    void **keeps;       /* sender, [num_messages]: results on their way; a GPU reads them after SEND has returned */
+    int64_t first, end; /* of keeps: not released yet */
 } edge_state;
 
 typedef struct {
@@ -23,6 +22,7 @@ struct s1f_executor {
     const s1f_instruction *instructions;
     int64_t num_instructions;
     const s1f_edge *edges;
+    const s1f_rank_program *ranks; /* units of all of them */
     s1f_shape shape;
     int32_t num_edges, num_stages, thread_scope;
     s1f_group *group;
@@ -86,8 +86,8 @@ static void allocate(s1f_executor *executor)
     executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
 }
 
-/* Takes this rank's ends, and reads from the senders' programs which unit each message comes from. */
-static s1f_status set_edges(s1f_executor *executor, const s1f_program *program, int32_t rank, s1f_edge_end *const *ends)
+/* Takes this rank's ends. */
+static s1f_status set_edges(s1f_executor *executor, int32_t rank, s1f_edge_end *const *ends)
 {
     for (int32_t i = 0; i < executor->num_edges; i++) {
         const s1f_edge *edge = &executor->edges[i];
@@ -98,16 +98,8 @@ static s1f_status set_edges(s1f_executor *executor, const s1f_program *program, 
         if (ends[i] == NULL)
             return s1f_fail(S1F_ERR_ARG, "rank %d has no end of the edge from stage %d to stage %d", (int)rank,
                             (int)edge->source_stage, (int)edge->destination_stage);
-        size_t num_messages = (size_t)edge->num_messages;
         if (edge->source_rank == rank)
-            state->keeps = s1f_pool_take(&executor->pool, num_messages, sizeof *state->keeps);
-        else
-            state->producers = s1f_pool_take(&executor->pool, num_messages, sizeof *state->producers);
-        int64_t count;
-        const s1f_instruction *sender = s1f_program_instructions(program, edge->source_rank, &count);
-        for (int64_t n = 0; state->producers != NULL && n < count; n++)
-            if (sender[n].opcode == S1F_OP_SEND && sender[n].edge == i)
-                state->producers[sender[n].sequence] = sender[n].unit;
+            state->keeps = s1f_pool_take(&executor->pool, (size_t)edge->num_messages, sizeof *state->keeps);
     }
     return S1F_OK;
 }
@@ -158,6 +150,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the executor");
     executor->instructions = s1f_program_instructions(program, rank, &executor->num_instructions);
     executor->edges = s1f_program_edges(program, &executor->num_edges);
+    executor->ranks = program->ranks;
     executor->num_stages = program->shape.num_stages;
     executor->shape = program->shape;
     executor->lifetimes = s1f_lifetimes_of(&program->shape);
@@ -167,7 +160,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->compute = *compute;
     s1f_layout_create(program, rank, &executor->pool, &executor->layout);
     allocate(executor);
-    s1f_status status = executor->pool.is_short ? S1F_ERR_MEMORY : set_edges(executor, program, rank, ends);
+    s1f_status status = executor->pool.is_short ? S1F_ERR_MEMORY : set_edges(executor, rank, ends);
     if (status == S1F_OK)
         status = set_weights(executor, program, rank);
     if (executor->pool.is_short)
@@ -251,7 +244,8 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     *input = (s1f_input){.edge = instruction->edge, .place = instruction->place};
     S1F_TRY(s1f_p2p_wait(end, instruction->sequence, instruction->place, &input->message, &input->payload));
     const s1f_message *message = input->message;
-    s1f_unit producer = executor->edge_states[instruction->edge].producers[instruction->sequence];
+    const s1f_edge *edge = &executor->edges[instruction->edge];
+    s1f_unit producer = executor->ranks[edge->source_rank].units[edge->sender[instruction->sequence]];
     s1f_message expected = describe(executor, instruction, producer);
     S1F_TRY(s1f_message_check(message, &expected));
     if (!executor->layout.is_known)

@@ -16,19 +16,23 @@ static int32_t group_of(const s1f_request *request)
 
 static const char *broken_rule_kfkb(const s1f_request *request)
 {
-    if (request->num_microbatches % group_of(request) != 0)
-        return "group divides M";
-    return s1f_rule_one_stage_per_rank(request);
+    return request->num_microbatches % group_of(request) == 0 ? NULL : "group divides M";
+}
+
+static s1f_status in_groups(const s1f_request *request, s1f_schedule *schedule, int32_t rank, int32_t size)
+{
+    int64_t warmup = request->num_ranks - rank - 1 + s1f_extra_warmup(request, rank);
+    return s1f_schedule_alternate_groups(schedule, rank, warmup, size);
 }
 
 static s1f_status order_1f1b(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), 1);
+    return in_groups(request, schedule, rank, 1);
 }
 
 static s1f_status order_kfkb(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), group_of(request));
+    return in_groups(request, schedule, rank, group_of(request));
 }
 
 const s1f_family s1f_family_1f1b = {
@@ -36,9 +40,7 @@ const s1f_family s1f_family_1f1b = {
               "v = 1"},
     .stages_per_rank = 1,
     .options = S1F_OPTION_EXTRA_WARMUP,
-    .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_1f1b,
-    .takes_rows = 1,
 };
 
 const s1f_family s1f_family_kfkb = {
@@ -48,5 +50,4 @@ const s1f_family s1f_family_kfkb = {
     .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP,
     .broken_rule = broken_rule_kfkb,
     .order_of_rank = order_kfkb,
-    .takes_rows = 1,
 };

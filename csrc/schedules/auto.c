@@ -17,11 +17,11 @@ enum { RULE_TEXT_BYTES = 64, MOST_UNITS = 1 << 22 /* minutes of lists and search
 
 static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_schedule *schedule)
 {
-    for (int32_t stage = 0; stage < p->num_stages; stage++)
-        if (s1f_schedule_shape(schedule).rank_of_stage[stage] != p->rank_of_stage[stage])
+    for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
+        if (s1f_schedule_shape(schedule).rank_of_stage[stage] != p->shape.rank_of_stage[stage])
             return;
     s1f_search_begin(search);
-    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++)
@@ -55,8 +55,7 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
 {
     static const uint32_t ours[] = {S1F_OPTION_COSTS, S1F_OPTION_CAP, S1F_OPTION_EXTRA_WARMUP};
     const s1f_options *given = &request->options;
-    s1f_shape shape = s1f_problem_shape(problem);
-    int64_t all = (int64_t)request->stages_per_rank * s1f_num_cells(&shape);
+    int64_t all = request->stages_per_rank * request->num_cells;
     s1f_family_facts facts;
     s1f_status status = S1F_OK;
     for (int32_t i = 0; s1f_schedule_family(i, &facts) && status == S1F_OK; i++) {
@@ -84,23 +83,15 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
 /* -- the family ---------------------------------------------------------------------------------------------------- */
 
 /* A cap in units is one in bytes where each unit takes one. Arrays are the pool's. */
-static s1f_status create_problem(const s1f_request *request, s1f_placement *placement, s1f_pool *pool,
-                                 s1f_problem *problem)
+static s1f_status create_problem(const s1f_request *request, s1f_shape shape, s1f_pool *pool, s1f_problem *problem)
 {
     const s1f_options *options = &request->options;
-    int32_t P = request->num_ranks, S = P * request->stages_per_rank, M = request->num_microbatches;
-    size_t cells = (size_t)(S * request->num_columns);
-    int32_t *rank_of_stage = s1f_pool_take(pool, (size_t)S, sizeof *rank_of_stage);
+    size_t P = (size_t)shape.num_ranks, cells = (size_t)(shape.num_stages * request->num_columns);
     double *seconds = s1f_pool_take(pool, S1F_SPLIT_PASSES * cells, sizeof *seconds);
     int64_t *unit_bytes = s1f_pool_take(pool, cells, sizeof *unit_bytes);
-    int64_t *cap_bytes = s1f_pool_take(pool, (size_t)P, sizeof *cap_bytes);
-    int64_t *first_cell = s1f_pool_take(pool, (size_t)M + 1, sizeof *first_cell);
+    int64_t *cap_bytes = s1f_pool_take(pool, P, sizeof *cap_bytes);
     if (pool->is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", S);
-    for (int32_t stage = 0; stage < S; stage++)
-        rank_of_stage[stage] = placement(P, stage);
-    for (int32_t m = 0; options->segments_of != NULL && m < M; m++)
-        first_cell[m + 1] = first_cell[m] + options->segments_of[m];
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", shape.num_stages);
     int has_costs = options->costs[0] != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
     for (size_t i = 0; i < cells; i++) {
         double input = has_costs ? options->costs[1][i] : 1, weight = has_costs ? options->costs[2][i] : 1;
@@ -109,16 +100,13 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
         seconds[2 * cells + i] = is_whole ? 0 : weight;
         unit_bytes[i] = options->unit_bytes != NULL ? options->unit_bytes[i] : 1;
     }
-    for (int32_t rank = 0; rank < P; rank++)
+    for (size_t rank = 0; rank < P; rank++)
         cap_bytes[rank] = options->cap_bytes != NULL ? options->cap_bytes[rank]
                           : options->cap != 0        ? options->cap
                                                      : INT64_MAX;
-    *problem = (s1f_problem){.num_ranks = P,
-                             .num_stages = S,
-                             .num_microbatches = M,
-                             .num_segments = request->num_segments,
-                             .rank_of_stage = rank_of_stage,
-                             .first_cell = options->segments_of != NULL ? first_cell : NULL,
+    shape.trees = NULL;
+    shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
+    *problem = (s1f_problem){.shape = shape,
                              .seconds = {seconds, seconds + cells, seconds + 2 * cells},
                              .transfer = options->transfer,
                              .unit_bytes = unit_bytes,
@@ -133,7 +121,8 @@ static s1f_status build_placed(const s1f_request *request, int32_t kind, double 
     s1f_problem problem;
     s1f_search *search = NULL;
     s1f_schedule *schedule = NULL;
-    s1f_status status = create_problem(request, placement, &pool, &problem);
+    S1F_TRY(s1f_schedule_place(request, placement, &schedule));
+    s1f_status status = create_problem(request, s1f_schedule_shape(schedule), &pool, &problem);
     if (status != S1F_OK || (status = s1f_search_create(&problem, &search)) != S1F_OK ||
         (status = offer_families(request, kind, &problem, search)) != S1F_OK ||
         (status = s1f_offer_lists(&problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
@@ -141,7 +130,7 @@ static s1f_status build_placed(const s1f_request *request, int32_t kind, double 
     *makespan = s1f_search_makespan(search);
     if (isinf(*makespan))
         status = s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
-    else if ((status = s1f_schedule_place(request, placement, &schedule)) == S1F_OK)
+    else
         status = s1f_search_take(search, request->options.backward != S1F_BACKWARD_WHOLE, schedule);
     if (status == S1F_OK) {
         *out = schedule;
@@ -227,10 +216,10 @@ const s1f_family s1f_family_auto = {
     .segments = {"auto", "the shortest order found for the given costs, transfers and memory",
                  "list scheduling and a search from the families here", "3 P v M k <= 2^22"},
     .stages_per_rank = 1,
+    .takes_more_stages = 1,
     .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT | S1F_OPTION_UNIT_BYTES |
                S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD,
     .splits = 1,
     .broken_rule = broken_rule,
     .build = build,
-    .takes_rows = 1,
 };

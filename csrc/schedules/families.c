@@ -15,7 +15,7 @@ static const struct {
     {&s1f_family_seq1f1b, &s1f_family_seq1f1b.segments},
     {&s1f_family_1f1b, &s1f_family_1f1b.whole},
     {&s1f_family_gpipe, &s1f_family_gpipe.whole},
-    {&s1f_family_gpipe, &s1f_family_gpipe.segments},
+    {&s1f_family_terapipe, &s1f_family_terapipe.segments},
     {&s1f_family_kfkb, &s1f_family_kfkb.whole},
     {&s1f_family_breadth_first, &s1f_family_breadth_first.whole},
     {&s1f_family_interleaved, &s1f_family_interleaved.whole},
@@ -53,7 +53,7 @@ int s1f_schedule_family(int32_t i, s1f_family_facts *facts)
         .placement = family->placement != 0 ? family->placement : S1F_PLACEMENT_LOOP,
         .stages_per_rank = family->stages_per_rank,
         .options = family->options,
-        .splits = family->splits,
+        .splits = family->splits || family->most_live != NULL,
     };
     return 1;
 }
@@ -67,15 +67,15 @@ static int32_t find(const char *name)
     return i;
 }
 
-static s1f_status refuse_option(const s1f_family_facts *family, const char *option)
+static s1f_status refuse_option(const s1f_request *request, const char *option)
 {
     char known[OPTIONS_TEXT_BYTES] = "none";
     size_t used = 0;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
-        if (family->options >> i & 1)
+        if (request->family->options >> i & 1)
             used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", used == 0 ? "" : ", ",
                                      s1f_option_table[i].name);
-    return s1f_fail(S1F_ERR_ARG, "%s takes no option '%.64s'; it takes %s", family->name, option, known);
+    return s1f_fail(S1F_ERR_ARG, "%s takes no option '%.64s'; it takes %s", request->name->name, option, known);
 }
 
 static s1f_status require_at_least(const char *name, int64_t value, int64_t least)
@@ -157,12 +157,12 @@ static s1f_status check_option(const s1f_options *options, const s1f_option *opt
     }
 }
 
-static s1f_status check_options(const s1f_request *request, const s1f_family_facts *facts)
+static s1f_status check_options(const s1f_request *request)
 {
     const s1f_options *options = &request->options;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
-        if (!(facts->options >> i & 1) && s1f_option_is_given(options, i))
-            return refuse_option(facts, s1f_option_table[i].name);
+        if (!(request->family->options >> i & 1) && s1f_option_is_given(options, i))
+            return refuse_option(request, s1f_option_table[i].name);
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         S1F_TRY(check_option(options, &s1f_option_table[i]));
     S1F_TRY(check_bytes(request));
@@ -199,9 +199,8 @@ static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_
     S1F_TRY(require_at_least("num_microbatches", num_microbatches, 1));
     S1F_TRY(require_at_least("num_segments", num_segments, 1));
     S1F_TRY(require_at_least("stages_per_rank", stages_per_rank, 1));
-    s1f_family_facts facts;
     int32_t i = find(name);
-    if (!s1f_schedule_family(i, &facts))
+    if (i == NUM_FAMILIES)
         return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", name);
     request->family = families[i].family;
     request->name = families[i].name;
@@ -213,7 +212,7 @@ static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
     if (request->options.segments_of != NULL)
         S1F_TRY(count_cells(request));
-    return check_options(request, &facts);
+    return check_options(request);
 }
 
 static int has_unequal_rows(const s1f_request *request)
@@ -224,17 +223,28 @@ static int has_unequal_rows(const s1f_request *request)
     return differ;
 }
 
+/* The first rule that is broken, NULL: none. */
 static const char *broken_rule(const s1f_request *request)
 {
     static _Thread_local char text[RULE_TEXT_BYTES];
     const s1f_family *family = request->family;
-    if (family->needs_whole && request->name == &family->whole && request->num_segments != 1) {
+    int has_both = family->whole.name != NULL && family->segments.name != NULL;
+    if (has_both && request->name == &family->whole && request->num_segments != 1) {
         snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->segments.name);
         return text;
     }
-    if (!family->takes_rows && has_unequal_rows(request))
+    if (family->takes_equal_rows && has_unequal_rows(request))
         return "the same k for all micro-batches";
-    return family->broken_rule != NULL ? family->broken_rule(request) : NULL;
+    const char *rule = family->broken_rule != NULL ? family->broken_rule(request) : NULL;
+    if (rule != NULL)
+        return rule;
+    if (!family->takes_more_stages && request->stages_per_rank != family->stages_per_rank)
+        return family->stages_per_rank == 1 ? "v = 1" : "v = 2";
+    if (family->least_units != NULL && request->num_cells < family->least_units(request))
+        return s1f_rule_of_units(request);
+    int has_low_cap =
+        family->most_live != NULL && request->options.cap != 0 && request->options.cap < family->most_live(request);
+    return has_low_cap ? family->cap_rule : NULL;
 }
 
 s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32_t num_microbatches,
@@ -255,8 +265,10 @@ static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_place(
         request, family->placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &schedule);
+    int is_nested = status == S1F_OK && family->options & S1F_OPTION_TREES &&
+                    request->options.trees != S1F_TREES_BY_NUMBER && s1f_schedule_shape(schedule).trees != NULL;
     for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
-        status = family->order_of_rank(request, schedule, rank);
+        status = (is_nested ? s1f_order_nested : family->order_of_rank)(request, schedule, rank);
     if (status == S1F_OK && family->most_live == NULL) {
         *out = schedule;
         return S1F_OK;
@@ -327,12 +339,11 @@ s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
                                   s1f_append *append, int64_t context)
 {
-    for (int64_t i = 0; i < warmup && i < count; i++)
-        S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, i));
-    for (int64_t i = 0; i < count; i++) { /* steady, then cool-down: no forwards left */
-        if (warmup + i < count)
-            S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, warmup + i));
-        S1F_TRY(append(schedule, rank, S1F_PASS_BACKWARD, context, i));
+    for (int64_t i = 0; i < warmup + count; i++) {
+        if (i < count)
+            S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, i));
+        if (i >= warmup)
+            S1F_TRY(append(schedule, rank, S1F_PASS_BACKWARD, context, i - warmup));
     }
     return S1F_OK;
 }
@@ -352,14 +363,10 @@ s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, i
     return s1f_schedule_alternate(schedule, rank, warmup, num_groups, append_group, size);
 }
 
-int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank)
+int64_t s1f_extra_warmup(const s1f_request *request, int32_t rank)
 {
-    return (int64_t)(request->num_ranks - rank - 1) * (1 + (int64_t)request->options.extra_warmup);
-}
-
-const char *s1f_rule_one_stage_per_rank(const s1f_request *request)
-{
-    return request->stages_per_rank == 1 ? NULL : "v = 1";
+    int64_t more = (int64_t)(request->num_ranks - rank - 1) * request->options.extra_warmup;
+    return more < request->num_cells ? more : request->num_cells;
 }
 
 const char *s1f_rule_of_units(const s1f_request *request)
@@ -369,11 +376,4 @@ const char *s1f_rule_of_units(const s1f_request *request)
     const char *validity = request->num_segments == 1 ? family->whole.validity : family->segments.validity;
     snprintf(text, sizeof text, "%.*s", (int)strcspn(validity, ","), validity);
     return text;
-}
-
-const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule)
-{
-    if (request->num_cells < least_units)
-        return s1f_rule_of_units(request);
-    return request->options.cap != 0 && request->options.cap < least_cap ? cap_rule : NULL;
 }

@@ -25,14 +25,14 @@ typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *s
 
 struct s1f_family {
     s1f_family_name whole, segments; /* its name over whole micro-batches, and over segments: one of them, or both */
-    int32_t stages_per_rank;         /* these three as in s1f_family_facts */
-    uint32_t options;
-    int32_t splits;
-    int32_t needs_whole; /* 1: by its name over whole micro-batches it takes no segments: k = 1 */
-    int32_t takes_rows;  /* 1: micro-batches may differ in their segments */
-    int32_t placement;   /* S1F_PLACEMENT_V; 0: a loop, or as an option says */
-    /* The first rule that the request breaks, as text (static, or valid until the next call of this thread); NULL where
-     * it breaks none. A NULL function: the family takes any counts. */
+    int32_t stages_per_rank;         /* v */
+    int32_t takes_more_stages;       /* 1: that is the least v; 0: the only one */
+    int32_t takes_equal_rows;        /* 1: all micro-batches have the same k */
+    uint32_t options;                /* bits */
+    int32_t splits;                  /* 1: the orders have I and W, though most_live is NULL */
+    int32_t placement;               /* S1F_PLACEMENT_V; 0: a loop, or as an option says */
+    /* The first of the family's other rules that the request breaks, as text (static, or valid until the next call of
+     * this thread); NULL where it breaks none. A NULL function: there are none. */
     const char *(*broken_rule)(const s1f_request *request);
     /* Builds the order of every rank of a request that breaks no rule. *out is owned by the caller and untouched on
      * error. NULL: order_of_rank writes each rank. */
@@ -41,10 +41,12 @@ struct s1f_family {
     /* Units that a rank holds at most, where order_of_rank writes F and I alone, and W go where these leave room
      * (split.c); NULL: it writes all. */
     int64_t (*most_live)(const s1f_request *request);
+    int64_t (*least_units)(const s1f_request *request); /* that M k must be at least; NULL: no rule */
+    const char *cap_rule;                               /* that option cap is at least most_live */
     const void *numbers; /* what the family's file reads, where its families differ in numbers only */
 };
 
-extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_kfkb,
+extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
     s1f_family_breadth_first, s1f_family_interleaved, s1f_family_slimpipe, s1f_family_hanayo, s1f_family_zb_h1,
     s1f_family_zb_h2, s1f_family_zbv, s1f_family_v_half, s1f_family_v_min, s1f_family_dualpipev, s1f_family_auto;
 
@@ -72,17 +74,26 @@ s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t 
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
 /* The order of a rank with trees: parents first and one branch after another, back branch after branch (nested.c). */
 s1f_order_of_rank s1f_order_nested;
-/* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
-int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
-
-/* The rule v = 1: broken where a rank is to hold several stages. */
-const char *s1f_rule_one_stage_per_rank(const s1f_request *request);
+/* Forwards that option extra_warmup adds to a rank's warm-up: so many for each stage behind its own, at most all. */
+int64_t s1f_extra_warmup(const s1f_request *request, int32_t rank);
 
 /* The rule of M, or of M k where there are segments, of a family with both names: its validity begins with it. */
 const char *s1f_rule_of_units(const s1f_request *request);
-/* The first of two rules that is broken, where the backward is split: M k is at least least_units; option cap, where
- * given, is at least least_cap (rule cap_rule). */
-const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule);
+
+/* -- patterns of a rank with two stages in a V (v_pattern.c) ------------------------------------------------------- */
+
+typedef struct {
+    s1f_schedule *schedule;
+    int32_t rank, stages[2];            /* the one on the way from rank 0 to P - 1, and the one on the way back */
+    int64_t forwards[2], backwards[2];  /* done so far */
+    int64_t num_cells, place_of_weight; /* behind the I whose W was appended last, in the order of the rank */
+} s1f_v_rank;
+
+s1f_v_rank s1f_v_rank_of(const s1f_request *request, s1f_schedule *schedule, int32_t rank);
+/* Appends a pattern, `times` over. Its letters are the passes f, b and i of the rank's first stage, F, B and I of its
+ * second, each in plain order, and w, the W of its oldest I that has none yet. A letter with nothing left is left
+ * out. */
+s1f_status s1f_repeat(s1f_v_rank *rank, int64_t times, const char *pattern);
 
 /* -- where the W of a split backward go (split.c) ------------------------------------------------------------------ */
 

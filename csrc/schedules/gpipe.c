@@ -11,10 +11,13 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
 
 const s1f_family s1f_family_gpipe = {
     .whole = {"gpipe", "all forwards, then all backwards", "GPipe, arXiv:1811.06965", "v = 1"},
+    .stages_per_rank = 1,
+    .order_of_rank = order_of_rank,
+};
+
+const s1f_family s1f_family_terapipe = {
     .segments = {"terapipe", "all forwards, then all backwards, over segments: gpipe by its other name",
                  "TeraPipe, arXiv:2102.07988", "v = 1"},
     .stages_per_rank = 1,
-    .takes_rows = 1,
-    .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_of_rank,
 };

@@ -86,6 +86,8 @@ const s1f_family s1f_family_hanayo = {
     .whole = {"hanayo", "waves: down and up the ranks v / 2 times, backward first",
               "Hanayo, arXiv:2308.15762, for the placement", "M = P, v = 2 w, k = 1"},
     .stages_per_rank = 2,
+    .takes_more_stages = 1,
+    .takes_equal_rows = 1,
     .placement = S1F_PLACEMENT_V,
     .broken_rule = broken_rule,
     .build = build,

@@ -114,8 +114,9 @@ const s1f_family s1f_family_interleaved = {
     .segments = {"seq1f1b-interleaved", "seq1f1b with several stages per rank",
                  "Seq1F1B-I, arXiv:2406.03488; rounds for any k here", "M k >= P, v >= 2"},
     .stages_per_rank = 2,
+    .takes_more_stages = 1,
+    .takes_equal_rows = 1,
     .options = S1F_OPTION_ROUND | S1F_OPTION_ROUNDS,
-    .needs_whole = 1,
     .broken_rule = broken_rule,
     .order_of_rank = order_of_rank,
 };
@@ -125,6 +126,8 @@ const s1f_family s1f_family_slimpipe = {
                  "many slices of a micro-batch in flight, warm-up by rounds; order only, no context exchange",
                  "SlimPipe, arXiv:2504.14519", "k >= P"},
     .stages_per_rank = 1,
+    .takes_more_stages = 1,
+    .takes_equal_rows = 1,
     .broken_rule = broken_rule_slices,
     .order_of_rank = order_of_rank,
 };
@@ -133,6 +136,8 @@ const s1f_family s1f_family_breadth_first = {
     .whole = {"breadth-first", "all micro-batches through one stage of a rank, then through its next",
               "Breadth-First Pipeline Parallelism, arXiv:2211.05953", "M k >= P"},
     .stages_per_rank = 1,
+    .takes_more_stages = 1,
+    .takes_equal_rows = 1,
     .broken_rule = broken_rule_breadth_first,
     .order_of_rank = breadth_first,
 };

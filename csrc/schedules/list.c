@@ -41,29 +41,26 @@ typedef struct {
     s1f_problem_units units; /* of the search */
     s1f_pool pool;           /* of all arrays */
     rule rule;
-    int32_t *stages;        /* [rank][v] ascending */
-    int32_t *going_back;    /* [i]: the cell that goes back as the i-th */
-    int32_t *forwards_due;  /* [stage][cell]: Fs of the stage that start before its I */
-    int32_t *microbatch_of; /* [cell] */
-    int32_t *first_cell;    /* [micro-batch + 1] */
-    int64_t *bytes_before;  /* [stage][num_cells + 1]: of the first so many Fs in plain order */
-    int64_t *batch_bytes;   /* [rank] of the largest micro-batch */
-    int64_t *limits;        /* [rank] bytes under this rule */
-    double *end;            /* [number] seconds; INFINITY: not started */
-    int32_t *num_started;   /* [pass][stage], in plain order */
-    next_unit *next;        /* [F, I][stage] */
-    int64_t *held;          /* [rank] bytes */
-    double *rank_free;      /* [rank] seconds */
-    double *rank_left;      /* [rank] seconds of its units that have not started */
-    int32_t *last_pass;     /* [rank] F or I */
-    choice *choices;        /* [rank] */
+    int32_t *stages;       /* [rank][v] ascending */
+    int32_t *going_back;   /* [i]: the cell that goes back as the i-th */
+    int64_t *bytes_before; /* [stage][num_cells + 1]: of the first so many Fs in plain order */
+    int64_t *batch_bytes;  /* [rank] of the largest micro-batch */
+    int64_t *limits;       /* [rank] bytes under this rule */
+    double *end;           /* [number] seconds; INFINITY: not started */
+    int32_t *num_started;  /* [pass][stage], in plain order */
+    next_unit *next;       /* [F, I][stage] */
+    int64_t *held;         /* [rank] bytes */
+    double *rank_free;     /* [rank] seconds */
+    double *rank_left;     /* [rank] seconds of its units that have not started */
+    int32_t *last_pass;    /* [rank] F or I */
+    choice *choices;       /* [rank] */
 } lister;
 
 /* The i-th unit of a stage in plain order: I and W take segments backwards. */
 static int32_t number_at(const lister *l, int32_t pass, int32_t stage, int32_t i)
 {
     int32_t cell = pass == FORWARD ? i : l->going_back[i];
-    return (pass * l->problem->num_stages + stage) * l->units.num_cells + cell;
+    return (pass * l->problem->shape.num_stages + stage) * l->units.num_cells + cell;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -72,15 +69,20 @@ static int32_t number_at(const lister *l, int32_t pass, int32_t stage, int32_t i
 static int64_t bytes_started(const lister *l, int32_t stage, int32_t from)
 {
     const int64_t *before = &l->bytes_before[(int64_t)stage * (l->units.num_cells + 1)];
-    int32_t first = l->first_cell[from], started = l->num_started[stage];
+    int64_t first = s1f_first_cell(&l->problem->shape, from), started = l->num_started[stage];
     return started > first ? before[started] - before[first] : 0;
+}
+
+static int32_t microbatch_of(const lister *l, int32_t cell)
+{
+    return l->units.units[cell].microbatch; /* the first numbers are those of stage 0 */
 }
 
 /* The micro-batch of the next F of a stage, M where none is left. */
 static int32_t next_microbatch(const lister *l, int32_t stage)
 {
     int32_t i = l->num_started[stage];
-    return i < l->units.num_cells ? l->microbatch_of[i] : l->problem->num_microbatches;
+    return i < l->units.num_cells ? microbatch_of(l, i) : l->problem->shape.num_microbatches;
 }
 
 /* Whether an F fits on its rank now, with room left for the rest of the rank's oldest micro-batch. */
@@ -92,7 +94,7 @@ static int fits(const lister *l, int32_t rank, int32_t stage)
         return 1;
     if (l->held[rank] > limit - bytes)
         return 0;
-    int32_t v = p->num_stages / p->num_ranks, oldest = p->num_microbatches;
+    int32_t v = p->shape.num_stages / p->shape.num_ranks, oldest = p->shape.num_microbatches;
     for (int32_t i = 0; i < v; i++) {
         int32_t next = next_microbatch(l, l->stages[rank * v + i]);
         oldest = next < oldest ? next : oldest;
@@ -109,22 +111,22 @@ static int fits(const lister *l, int32_t rank, int32_t stage)
 /* Looks anew at the next F or I of a stage. */
 static void look(lister *l, int32_t pass, int32_t stage)
 {
-    int32_t S = l->problem->num_stages, i = l->num_started[pass * S + stage];
+    int32_t S = l->problem->shape.num_stages, i = l->num_started[pass * S + stage];
     next_unit *next = &l->next[pass * S + stage];
     *next = (next_unit){-1, INFINITY, 0};
     if (i == l->units.num_cells)
         return;
     next->number = number_at(l, pass, stage, i);
     int32_t source = l->units.source[next->number];
-    if (pass == INPUT && l->forwards_due[next->number - S * l->units.num_cells] > l->num_started[stage])
-        return;
+    if (pass == INPUT && l->going_back[i] >= l->num_started[stage])
+        return; /* its own F has not started */
     next->ready = source < 0 ? 0 : l->end[source] + l->units.lag[next->number];
 }
 
 /* The stage of the rank's oldest W; -1: none. */
 static int32_t find_weight(const lister *l, int32_t rank)
 {
-    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks, found = -1;
+    int32_t S = l->problem->shape.num_stages, v = S / l->problem->shape.num_ranks, found = -1;
     double oldest = INFINITY;
     for (int32_t i = 0; i < v; i++) {
         int32_t stage = l->stages[rank * v + i], done = l->num_started[WEIGHT * S + stage];
@@ -142,14 +144,14 @@ static int32_t find_weight(const lister *l, int32_t rank)
 /* What a rule puts first has the least rank; the deeper stage among equals. */
 static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stage)
 {
-    double twice = 2.0 * l->problem->num_stages;
-    int32_t number = l->next[pass * l->problem->num_stages + stage].number;
+    double twice = 2.0 * l->problem->shape.num_stages;
+    int32_t number = l->next[pass * l->problem->shape.num_stages + stage].number;
     switch (l->rule.prefers) {
     case BACKWARD_FIRST: return (pass == FORWARD) * twice - stage;
     case FORWARD_FIRST: return (pass != FORWARD) * twice - stage;
     case ALTERNATING: return (pass == l->last_pass[rank]) * twice - stage;
     case OLDEST_FIRST:
-        return twice * l->microbatch_of[number % l->units.num_cells] - (pass == FORWARD ? stage : twice - stage);
+        return twice * microbatch_of(l, number % l->units.num_cells) - (pass == FORWARD ? stage : twice - stage);
     case LONGEST_TAIL: break;
     }
     return -l->units.tail[number];
@@ -158,7 +160,7 @@ static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stag
 /* When any of the rank's next F and I could start; looks at which have room. */
 static double find_earliest(lister *l, int32_t rank, double *full_standing)
 {
-    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks;
+    int32_t S = l->problem->shape.num_stages, v = S / l->problem->shape.num_ranks;
     double now = l->rank_free[rank], earliest = INFINITY;
     *full_standing = INFINITY;
     for (int32_t i = 0; i < v; i++) {
@@ -177,7 +179,7 @@ static double find_earliest(lister *l, int32_t rank, double *full_standing)
 /* Among the next F and I of the rank's stages. *is_full: an F would have gone first, but for memory. */
 static choice choose_on_path(lister *l, int32_t rank, int *is_full)
 {
-    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks;
+    int32_t S = l->problem->shape.num_stages, v = S / l->problem->shape.num_ranks;
     double best_standing = INFINITY, full_standing, now = l->rank_free[rank];
     double earliest = find_earliest(l, rank, &full_standing);
     choice best = {FORWARD, -1, INFINITY};
@@ -209,7 +211,7 @@ static choice choose(lister *l, int32_t rank)
         return best;
     choice weight = {WEIGHT, stage, now};
     double seconds =
-        l->units.seconds[number_at(l, WEIGHT, stage, l->num_started[WEIGHT * l->problem->num_stages + stage])];
+        l->units.seconds[number_at(l, WEIGHT, stage, l->num_started[WEIGHT * l->problem->shape.num_stages + stage])];
     if (seconds <= 0) /* frees its memory for nothing */
         return weight;
     if (best.begin <= now && !is_full)
@@ -222,7 +224,7 @@ static choice choose(lister *l, int32_t rank)
 /* Starts the chosen unit; its number. */
 static int32_t start_unit(lister *l, int32_t rank, choice chosen)
 {
-    int32_t S = l->problem->num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
+    int32_t S = l->problem->shape.num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
     int32_t number = number_at(l, chosen.pass, chosen.stage, (*started)++);
     l->rank_free[rank] = l->end[number] = chosen.begin + l->units.seconds[number];
     l->rank_left[rank] -= l->units.seconds[number];
@@ -240,7 +242,7 @@ static int32_t start_unit(lister *l, int32_t rank, choice chosen)
 /* The unit that waits for this one can start, if it is the next of its stage: its rank may choose anew. */
 static void tell_target(lister *l, int32_t number)
 {
-    int32_t target = l->units.target[number], S = l->problem->num_stages;
+    int32_t target = l->units.target[number], S = l->problem->shape.num_stages;
     if (target < 0)
         return;
     int32_t row = target / l->units.num_cells; /* [pass][stage] */
@@ -256,7 +258,7 @@ static int64_t limit_of(const lister *l, int32_t rank)
 {
     const s1f_problem *p = l->problem;
     static const double share[NUM_LIMITS] = {0, 2, 1, 0.5};
-    double extra = share[l->rule.limit] * (p->num_ranks - 1) / p->num_segments;
+    double extra = share[l->rule.limit] * (p->shape.num_ranks - 1) / p->shape.num_segments;
     double limit = (double)l->batch_bytes[rank] * (1 + extra);
     int is_below = l->rule.limit > 0 && limit < (double)p->cap_bytes[rank];
     return is_below ? (int64_t)ceil(limit) : p->cap_bytes[rank];
@@ -267,12 +269,12 @@ static void reset(lister *l)
     const s1f_problem *p = l->problem;
     for (int32_t i = 0; i < l->units.num_units; i++)
         l->end[i] = INFINITY;
-    memset(l->num_started, 0, (size_t)(S1F_SPLIT_PASSES * p->num_stages) * sizeof *l->num_started);
-    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+    memset(l->num_started, 0, (size_t)(S1F_SPLIT_PASSES * p->shape.num_stages) * sizeof *l->num_started);
+    for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         look(l, FORWARD, stage);
         look(l, INPUT, stage);
     }
-    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
         l->limits[rank] = limit_of(l, rank);
         l->held[rank] = 0;
         l->rank_free[rank] = 0;
@@ -294,12 +296,12 @@ static void walk(lister *l)
     const s1f_problem *p = l->problem;
     double limit = s1f_search_limit(l->search);
     reset(l);
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         l->choices[rank] = choose(l, rank);
     s1f_search_begin(l->search);
     for (;;) {
         int32_t rank = 0;
-        for (int32_t other = 1; other < p->num_ranks; other++)
+        for (int32_t other = 1; other < p->shape.num_ranks; other++)
             if (l->choices[other].begin < l->choices[rank].begin)
                 rank = other;
         if (isinf(l->choices[rank].begin))
@@ -317,64 +319,44 @@ static void count_bytes(lister *l)
 {
     const s1f_problem *p = l->problem;
     int64_t count = l->units.num_cells;
-    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+    for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         int64_t *before = &l->bytes_before[stage * (count + 1)];
         before[0] = 0;
         for (int64_t i = 0; i < count; i++)
             before[i + 1] = before[i] + l->units.bytes[stage * count + i];
     }
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
-        for (int32_t m = 0; m < p->num_microbatches; m++) {
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        for (int32_t m = 0; m < p->shape.num_microbatches; m++) {
             int64_t bytes = 0;
-            for (int32_t stage = 0; stage < p->num_stages; stage++) {
+            for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
                 const int64_t *before = &l->bytes_before[stage * (count + 1)];
-                bytes += p->rank_of_stage[stage] == rank ? before[l->first_cell[m + 1]] - before[l->first_cell[m]] : 0;
+                if (p->shape.rank_of_stage[stage] == rank)
+                    bytes += before[s1f_first_cell(&p->shape, m + 1)] - before[s1f_first_cell(&p->shape, m)];
             }
             l->batch_bytes[rank] = bytes > l->batch_bytes[rank] ? bytes : l->batch_bytes[rank];
         }
 }
 
-/* What the rules of units say of plain order. */
-static void fill(lister *l, const s1f_shape *shape)
+static void fill(lister *l)
 {
     const s1f_problem *p = l->problem;
-    int32_t num_placed = 0, count = l->units.num_cells;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
-        for (int32_t stage = 0; stage < p->num_stages; stage++)
-            if (p->rank_of_stage[stage] == rank)
+    int32_t num_placed = 0;
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
+            if (p->shape.rank_of_stage[stage] == rank)
                 l->stages[num_placed++] = stage;
-    for (int32_t m = 0; m <= p->num_microbatches; m++)
-        l->first_cell[m] = (int32_t)s1f_first_cell(shape, m);
-    for (int32_t i = 0; i < count; i++) {
-        s1f_unit unit = s1f_unit_going_back(shape, S1F_PASS_BACKWARD_INPUT, 0, i);
-        l->going_back[i] = (int32_t)s1f_cell(shape, unit);
-        l->microbatch_of[i] = unit.microbatch;
-    }
-    for (int32_t stage = 0; stage < p->num_stages; stage++)
-        for (int32_t cell = 0; cell < count; cell++) {
-            int32_t *due = &l->forwards_due[(int64_t)stage * count + cell];
-            s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_BACKWARD_INPUT, stage, cell);
-            s1f_unit_input input;
-            *due = 0;
-            for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);)
-                if (input.product == S1F_PRODUCT_OUTPUT && input.maker.stage == stage) {
-                    int32_t own = (int32_t)s1f_cell(shape, input.maker) + 1;
-                    *due = own > *due ? own : *due;
-                }
-        }
+    for (int32_t i = 0; i < l->units.num_cells; i++)
+        l->going_back[i] = (int32_t)s1f_cell(&p->shape, s1f_unit_going_back(&p->shape, S1F_PASS_BACKWARD_INPUT, 0, i));
     count_bytes(l);
 }
 
 static s1f_status create_lister(lister *l)
 {
     const s1f_problem *p = l->problem;
-    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, M = (size_t)p->num_microbatches;
+    size_t P = (size_t)p->shape.num_ranks, S = (size_t)p->shape.num_stages;
     size_t count = (size_t)l->units.num_cells;
     l->stages = s1f_pool_take(&l->pool, S, sizeof *l->stages);
     l->going_back = s1f_pool_take(&l->pool, count, sizeof *l->going_back);
-    l->forwards_due = s1f_pool_take(&l->pool, S * count, sizeof *l->forwards_due);
-    l->microbatch_of = s1f_pool_take(&l->pool, count, sizeof *l->microbatch_of);
-    l->first_cell = s1f_pool_take(&l->pool, (M + 1), sizeof *l->first_cell);
     l->bytes_before = s1f_pool_take(&l->pool, S * (count + 1), sizeof *l->bytes_before);
     l->batch_bytes = s1f_pool_take(&l->pool, P, sizeof *l->batch_bytes);
     l->limits = s1f_pool_take(&l->pool, P, sizeof *l->limits);
@@ -388,9 +370,20 @@ static s1f_status create_lister(lister *l)
     l->choices = s1f_pool_take(&l->pool, P, sizeof *l->choices);
     if (l->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
-    s1f_shape shape = s1f_problem_shape(p);
-    fill(l, &shape);
+    fill(l);
     return S1F_OK;
+}
+
+/* Whether the rule walks as one before it does: W that take no time are never put off, and a limit may be the cap. */
+static int is_repeated(const lister *l)
+{
+    const s1f_problem *p = l->problem;
+    int is_below = l->rule.limit == 0, has_weights = !l->rule.may_delay_w;
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        is_below |= limit_of(l, rank) < p->cap_bytes[rank];
+    for (int32_t i = WEIGHT * p->shape.num_stages * l->units.num_cells; i < l->units.num_units; i++)
+        has_weights |= l->units.seconds[i] > 0;
+    return !is_below || !has_weights;
 }
 
 s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
@@ -403,7 +396,8 @@ s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
                         .is_patient = i / NUM_PREFERENCES % 2,
                         .may_delay_w = i / NUM_PREFERENCES / 2 % 2,
                         .limit = i / NUM_PREFERENCES / 4};
-        walk(&l);
+        if (!is_repeated(&l))
+            walk(&l);
         num_listed += l.units.num_units;
         status = s1f_check_interrupted();
     }

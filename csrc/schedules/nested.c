@@ -69,7 +69,7 @@ s1f_status s1f_order_nested(const s1f_request *request, s1f_schedule *schedule, 
     for (int32_t m = 0; status == S1F_OK && m < shape.num_microbatches; m++)
         walk_tree(&n, (s1f_unit){S1F_PASS_FORWARD, rank, m, 0});
     if (status == S1F_OK)
-        status = append_nested(schedule, &n, s1f_warmup_of_rank(request, rank));
+        status = append_nested(schedule, &n, request->num_ranks - rank - 1 + s1f_extra_warmup(request, rank));
     s1f_pool_free(&pool);
     return status;
 }

@@ -7,20 +7,7 @@ enum { MOST_RELATED = 16384 }; /* units of a micro-batch; of more, too few moves
 
 static double lag_between(const s1f_problem *p, int32_t stage, int32_t other)
 {
-    return p->rank_of_stage[stage] == p->rank_of_stage[other] ? 0 : p->transfer;
-}
-
-s1f_shape s1f_problem_shape(const s1f_problem *p)
-{
-    return (s1f_shape){
-        .num_ranks = p->num_ranks,
-        .num_stages = p->num_stages,
-        .num_microbatches = p->num_microbatches,
-        .num_segments = p->num_segments,
-        .products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD),
-        .rank_of_stage = p->rank_of_stage,
-        .first_cell = p->first_cell,
-    };
+    return p->shape.rank_of_stage[stage] == p->shape.rank_of_stage[other] ? 0 : p->transfer;
 }
 
 /* Row of a product in tables by pass: it is made by one of F, I and W. */
@@ -41,9 +28,10 @@ static s1f_unit maker_of(s1f_product product, s1f_unit cell)
 }
 
 /* Lengthens the tails of all that a unit waits for by way of it. */
-static void lengthen_inputs(const s1f_problem *p, const s1f_shape *shape, s1f_unit unit, double *tails)
+static void lengthen_inputs(const s1f_problem *p, s1f_unit unit, double *tails)
 {
-    int64_t columns = s1f_num_columns(shape), cells = p->num_stages * columns;
+    const s1f_shape *shape = &p->shape;
+    int64_t columns = s1f_num_columns(shape), cells = p->shape.num_stages * columns;
     int64_t cell = unit.stage * columns + s1f_column(shape, unit);
     int32_t pass = split_pass(unit.pass);
     double tail = p->seconds[pass][cell] + tails[pass * cells + cell];
@@ -68,13 +56,10 @@ static s1f_unit unit_in_turn(const s1f_shape *shape, int32_t microbatch, int64_t
 /* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][column]. */
 static void find_tails(const s1f_problem *p, double *tails)
 {
-    s1f_shape shape = s1f_problem_shape(p);
-    int64_t count = S1F_SPLIT_PASSES * p->num_stages * s1f_num_columns(&shape);
-    for (int64_t i = 0; i < count; i++)
-        tails[i] = 0;
-    for (int32_t m = 0; m < (p->first_cell == NULL ? 1 : p->num_microbatches); m++)
-        for (int64_t i = (int64_t)S1F_SPLIT_PASSES * p->num_stages * s1f_segments_of(&shape, m) - 1; i >= 0; i--)
-            lengthen_inputs(p, &shape, unit_in_turn(&shape, m, i), tails);
+    const s1f_shape *shape = &p->shape;
+    for (int32_t m = 0; m < (p->shape.first_cell == NULL ? 1 : p->shape.num_microbatches); m++)
+        for (int64_t i = (int64_t)S1F_SPLIT_PASSES * p->shape.num_stages * s1f_segments_of(shape, m) - 1; i >= 0; i--)
+            lengthen_inputs(p, unit_in_turn(shape, m, i), tails);
 }
 
 static int32_t id_of_product(const s1f_problem_units *x, s1f_product product, s1f_unit cell)
@@ -91,12 +76,12 @@ int32_t s1f_problem_number_of(const s1f_problem_units *x, s1f_unit unit)
 static void fill_unit(const s1f_problem *p, s1f_problem_units *x, s1f_unit unit, const double *tails)
 {
     int32_t id = s1f_problem_number_of(x, unit), pass = split_pass(unit.pass);
-    int64_t columns = s1f_num_columns(&x->shape), cells = p->num_stages * columns;
+    int64_t columns = s1f_num_columns(&x->shape), cells = p->shape.num_stages * columns;
     int64_t cell = unit.stage * columns + s1f_column(&x->shape, unit);
     int num_earlier = 0;
     s1f_unit_input input;
     x->units[id] = unit;
-    x->rank[id] = p->rank_of_stage[unit.stage];
+    x->rank[id] = p->shape.rank_of_stage[unit.stage];
     x->seconds[id] = p->seconds[pass][cell];
     x->tail[id] = tails[pass * cells + cell];
     x->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
@@ -155,15 +140,15 @@ static double least_first(const s1f_problem *p, const s1f_problem_units *x, int3
 /* What follows a rank's last I, at least, and the seconds of its Ws, which that need not wait for. */
 static double least_behind(const s1f_problem *p, const s1f_problem_units *x, int32_t rank, const double *tails)
 {
-    int64_t columns = s1f_num_columns(&x->shape), cells = p->num_stages * columns;
+    int64_t columns = s1f_num_columns(&x->shape), cells = p->shape.num_stages * columns;
     double least = INFINITY, weights = 0;
-    for (int32_t stage = 0; stage < p->num_stages; stage++)
-        for (int64_t i = 0; i < columns && p->rank_of_stage[stage] == rank; i++) {
+    for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
+        for (int64_t i = 0; i < columns && p->shape.rank_of_stage[stage] == rank; i++) {
             int64_t cell = stage * columns + i;
             least = fmin(least, tails[S1F_PRODUCT_INPUT_GRADIENT * cells + cell]);
             weights += p->seconds[S1F_PRODUCT_WEIGHT_GRADIENT][cell];
         }
-    return least - weights * (p->first_cell == NULL ? p->num_microbatches : 1);
+    return least - weights * (p->shape.first_cell == NULL ? p->shape.num_microbatches : 1);
 }
 
 /* No rank starts before the first unit reaches it, then all its work follows, of which Fs and Is end before what a last
@@ -171,14 +156,14 @@ static double least_behind(const s1f_problem *p, const s1f_problem_units *x, int
 static double lower_bound(const s1f_problem *p, const s1f_problem_units *x, const double *tails)
 {
     double head = 0, bound = p->seconds[0][0] + tails[0];
-    for (int32_t stage = 0; stage < p->num_stages; stage++) {
-        int32_t rank = p->rank_of_stage[stage], is_first = 1;
+    for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
+        int32_t rank = p->shape.rank_of_stage[stage], is_first = 1;
         for (int32_t earlier = 0; earlier < stage; earlier++)
-            is_first &= p->rank_of_stage[earlier] != rank;
+            is_first &= p->shape.rank_of_stage[earlier] != rank;
         if (is_first)
             bound = fmax(bound, head + x->work[rank] + fmax(0, least_behind(p, x, rank, tails)));
         head += least_first(p, x, stage);
-        head += stage + 1 < p->num_stages ? lag_between(p, stage, stage + 1) : 0;
+        head += stage + 1 < p->shape.num_stages ? lag_between(p, stage, stage + 1) : 0;
     }
     return bound;
 }
@@ -188,13 +173,13 @@ static void fill(const s1f_problem *p, s1f_problem_units *x, const double *tails
     for (int32_t id = 0; id < x->num_units; id++)
         x->source[id] = x->target[id] = -1;
     for (int product = 0; product < S1F_SPLIT_PASSES; product++)
-        for (int32_t stage = 0; stage < p->num_stages; stage++)
-            for (int32_t m = 0; m < p->num_microbatches; m++)
+        for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
+            for (int32_t m = 0; m < p->shape.num_microbatches; m++)
                 for (int32_t s = 0; s < s1f_segments_of(&x->shape, m); s++)
                     fill_unit(p, x, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
     for (int32_t id = 0; id < x->num_units; id++)
         x->first[x->rank[id] + 1]++;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         x->first[rank + 1] += x->first[rank];
     x->bound = lower_bound(p, x, tails);
     fill_past(x);
@@ -209,9 +194,9 @@ int s1f_problem_precedes(const s1f_problem_units *x, s1f_unit a, s1f_unit b)
 
 s1f_status s1f_problem_number(const s1f_problem *p, s1f_pool *pool, s1f_problem_units *out)
 {
-    s1f_shape shape = s1f_problem_shape(p);
-    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages,
-           related = S1F_SPLIT_PASSES * S * (size_t)p->num_segments;
+    s1f_shape shape = p->shape;
+    size_t P = (size_t)p->shape.num_ranks, S = (size_t)p->shape.num_stages,
+           related = S1F_SPLIT_PASSES * S * (size_t)p->shape.num_segments;
     size_t N = S1F_SPLIT_PASSES * S * (size_t)s1f_num_cells(&shape);
     *out = (s1f_problem_units){.shape = shape, .num_units = (int32_t)N, .num_cells = (int32_t)s1f_num_cells(&shape)};
     out->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;

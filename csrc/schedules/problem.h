@@ -9,17 +9,12 @@
 
 /* All borrowed. */
 typedef struct {
-    int32_t num_ranks, num_stages, num_microbatches, num_segments;
-    const int32_t *rank_of_stage;
-    const int64_t *first_cell;               /* of the shape; NULL: micro-batches are alike */
+    s1f_shape shape;                         /* of the orders, which split the backward; without trees */
     const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
     double transfer;                         /* seconds between two ranks */
     const int64_t *unit_bytes;               /* [stage][column]: held from the start of F to the end of W */
     const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
 } s1f_problem;
-
-/* Counts and placement of the problem's orders, which split the backward. */
-s1f_shape s1f_problem_shape(const s1f_problem *problem);
 
 /* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. */
 typedef struct {

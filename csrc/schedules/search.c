@@ -35,8 +35,9 @@ struct s1f_search {
     int is_broken;  /* it names a unit that does not exist, or one too many */
     times now, trial;
 
-    int32_t *at, *awaited, *stack; /* [rank] while times are taken */
+    int32_t *from, *at, *awaited, *stack; /* [rank] while times are taken */
     double *rank_free, *rank_left;
+    double *left, *trial_left; /* [index]: seconds of the rank's units from there on */
 
     uint64_t random;
     double history[HISTORY];
@@ -50,7 +51,7 @@ s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out)
     if (x == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders");
     s1f_status status = s1f_problem_number(problem, &x->pool, &x->units);
-    size_t P = (size_t)problem->num_ranks, N = (size_t)x->units.num_units;
+    size_t P = (size_t)problem->shape.num_ranks, N = (size_t)x->units.num_units;
     x->problem = problem;
     x->order = s1f_pool_take(&x->pool, N, sizeof *x->order);
     x->place = s1f_pool_take(&x->pool, N, sizeof *x->place);
@@ -60,11 +61,14 @@ s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out)
     x->now.end = s1f_pool_take(&x->pool, N, sizeof(double));
     x->trial.start = s1f_pool_take(&x->pool, N, sizeof(double));
     x->trial.end = s1f_pool_take(&x->pool, N, sizeof(double));
+    x->from = s1f_pool_take(&x->pool, P, sizeof *x->from);
     x->at = s1f_pool_take(&x->pool, P, sizeof *x->at);
     x->awaited = s1f_pool_take(&x->pool, P, sizeof *x->awaited);
     x->stack = s1f_pool_take(&x->pool, P, sizeof *x->stack);
     x->rank_free = s1f_pool_take(&x->pool, P, sizeof *x->rank_free);
     x->rank_left = s1f_pool_take(&x->pool, P, sizeof *x->rank_left);
+    x->left = s1f_pool_take(&x->pool, N, sizeof *x->left);
+    x->trial_left = s1f_pool_take(&x->pool, N, sizeof *x->trial_left);
     for (int i = 0; i <= NUM_STARTS; i++)
         x->starts[i].order = s1f_pool_take(&x->pool, N, sizeof *x->order);
     if (status == S1F_OK && x->pool.is_short)
@@ -96,16 +100,45 @@ void s1f_search_free(s1f_search *x)
 
 /* -- the time of an order ------------------------------------------------------------------------------------------ */
 
-/* Fills x->trial for x->order. INFINITY where ranks wait for each other, or it is sure to take more than `limit`. */
+static double later_of(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+/* All units may have other times than those in x->now. */
+static void time_all(s1f_search *x)
+{
+    memcpy(x->from, x->units.first, (size_t)x->problem->shape.num_ranks * sizeof *x->from);
+}
+
+/* Units of a rank from an index on have moved: what starts before the unit ahead of them ends keeps its time. */
+static void time_behind(s1f_search *x, int32_t rank, int32_t index)
+{
+    double moved = index > x->units.first[rank] ? x->now.end[x->order[index - 1]] : 0;
+    for (int32_t other = 0; other < x->problem->shape.num_ranks; other++) {
+        int32_t low = x->units.first[other], high = x->units.first[other + 1];
+        while (low < high && other != rank) {
+            int32_t middle = low + (high - low) / 2;
+            if (x->now.start[x->order[middle]] < moved)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        x->from[other] = other == rank ? index : low;
+    }
+}
+
+/* Fills x->trial for the units of x->order from x->from on; those before have their times in x->now. INFINITY where
+ * ranks wait for each other, or the order is sure to take more than `limit`. */
 static double time_order(s1f_search *x, double limit)
 {
-    int32_t P = x->problem->num_ranks, num_stacked = 0, num_ended = 0;
+    int32_t P = x->problem->shape.num_ranks, num_stacked = 0, num_ended = 0;
     double last = 0;
     for (int32_t rank = P - 1; rank >= 0; rank--) {
-        x->at[rank] = x->units.first[rank];
+        int32_t from = x->at[rank] = x->from[rank], is_first = from == x->units.first[rank];
         x->awaited[rank] = -1;
-        x->rank_free[rank] = 0;
-        x->rank_left[rank] = x->units.work[rank];
+        x->rank_free[rank] = is_first ? 0 : x->now.end[x->order[from - 1]];
+        x->rank_left[rank] = is_first ? x->units.work[rank] : from < x->units.first[rank + 1] ? x->left[from] : 0;
         x->stack[num_stacked++] = rank;
     }
     while (num_stacked > 0) {
@@ -115,16 +148,19 @@ static double time_order(s1f_search *x, double limit)
             int32_t id = x->order[i], source = x->units.source[id], target = x->units.target[id];
             x->at[rank] = i;
             if (source >= 0) {
-                if (x->place[source] >= x->at[x->units.rank[source]]) {
+                int32_t place = x->place[source], of_source = x->units.rank[source];
+                if (place >= x->at[of_source]) {
                     x->awaited[rank] = source;
                     break;
                 }
-                now = fmax(now, x->trial.end[source] + x->units.lag[id]);
+                double end = place < x->from[of_source] ? x->now.end[source] : x->trial.end[source];
+                now = later_of(now, end + x->units.lag[id]);
             }
+            x->trial_left[i] = left;
             x->trial.start[id] = now;
             now += x->units.seconds[id];
             left -= x->units.seconds[id];
-            if (now + fmax(left, x->units.tail[id]) > limit)
+            if (now + later_of(left, x->units.tail[id]) > limit)
                 return INFINITY;
             x->trial.end[id] = now;
             if (target >= 0 && x->awaited[x->units.rank[target]] == id) {
@@ -137,10 +173,22 @@ static double time_order(s1f_search *x, double limit)
         x->rank_left[rank] = left;
         if (i == behind) {
             num_ended++;
-            last = fmax(last, now);
+            last = later_of(last, now);
         }
     }
     return num_ended == P ? last : INFINITY;
+}
+
+/* The times that were tried become those of now. */
+static void take_times(s1f_search *x)
+{
+    for (int32_t rank = 0; rank < x->problem->shape.num_ranks; rank++)
+        for (int32_t i = x->from[rank]; i < x->units.first[rank + 1]; i++) {
+            int32_t id = x->order[i];
+            x->now.start[id] = x->trial.start[id];
+            x->now.end[id] = x->trial.end[id];
+            x->left[i] = x->trial_left[i];
+        }
 }
 
 /* Bytes before each unit of the rank from index `from` up to `to`, whose own bytes follow; 0 where the cap is
@@ -162,7 +210,7 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
 
 void s1f_search_begin(s1f_search *x)
 {
-    memset(x->count, 0, (size_t)x->problem->num_ranks * sizeof *x->count);
+    memset(x->count, 0, (size_t)x->problem->shape.num_ranks * sizeof *x->count);
     x->is_broken = 0;
 }
 
@@ -200,7 +248,7 @@ static int keeps_rules(const s1f_search *x, int32_t id)
 static int is_order(s1f_search *x)
 {
     const s1f_problem *p = x->problem;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
         if (x->is_broken || x->units.first[rank] + x->count[rank] != x->units.first[rank + 1])
             return 0;
         for (int32_t i = x->units.first[rank]; i < x->units.first[rank + 1]; i++)
@@ -216,6 +264,7 @@ void s1f_search_offer(s1f_search *x)
 {
     if (!is_order(x))
         return;
+    time_all(x);
     double makespan = time_order(x, s1f_search_limit(x));
     if (isinf(makespan))
         return;
@@ -252,9 +301,9 @@ static int follows_at_once(const s1f_search *x, int32_t i)
  * chance; -1: no unit does, and nothing can be gained. */
 static int32_t find_critical(s1f_search *x, double makespan)
 {
-    int32_t rank = draw(x, x->problem->num_ranks), chosen = -1, num_seen = 0;
+    int32_t rank = draw(x, x->problem->shape.num_ranks), chosen = -1, num_seen = 0;
     while (x->now.end[x->order[x->units.first[rank + 1] - 1]] < makespan)
-        rank = rank + 1 < x->problem->num_ranks ? rank + 1 : 0;
+        rank = rank + 1 < x->problem->shape.num_ranks ? rank + 1 : 0;
     int32_t id = x->order[x->units.first[rank + 1] - 1];
     for (;;) {
         int32_t i = x->place[id], source = x->units.source[id];
@@ -326,6 +375,7 @@ static double step(s1f_search *x, double current, double limit)
     if (from == to)
         return current;
     int32_t rank = x->units.rank[x->order[from]], low = from < to ? from : to, high = from < to ? to : from;
+    time_behind(x, rank, low);
     move(x, from, to);
     double makespan = count_live(x, rank, low, high) ? time_order(x, limit) : INFINITY;
     if (isinf(makespan)) {
@@ -333,9 +383,7 @@ static double step(s1f_search *x, double current, double limit)
         count_live(x, rank, low, high);
         return current;
     }
-    times before = x->now;
-    x->now = x->trial;
-    x->trial = before;
+    take_times(x);
     return makespan;
 }
 
@@ -348,12 +396,11 @@ static void improve(s1f_search *x, start *best)
     memcpy(x->order, best->order, (size_t)x->units.num_units * sizeof *x->order);
     for (int32_t i = 0; i < x->units.num_units; i++)
         x->place[x->order[i]] = i;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         count_live(x, rank, x->units.first[rank], x->units.first[rank + 1] - 1);
+    time_all(x);
     time_order(x, INFINITY);
-    times before = x->now;
-    x->now = x->trial;
-    x->trial = before;
+    take_times(x);
     for (int i = 0; i < HISTORY; i++)
         x->history[i] = current * HISTORY_RISE;
     for (int64_t i = 0; i < most && i < MOST_STEPS && best->makespan > x->units.bound + slack; i++) {

@@ -8,25 +8,14 @@
  * M k is at least the peak. */
 #include "families.h"
 
-typedef struct {
-    int32_t ahead;
-    const char *cap_rule;
-} numbers;
-
-static const numbers h1 = {1, "cap >= P - 1 + k"};
-static const numbers h2 = {2, "cap >= 2 P - 2 + k"};
+static int32_t ahead_of(const s1f_request *request)
+{
+    return *(const int32_t *)request->family->numbers;
+}
 
 static int64_t peak(const s1f_request *request)
 {
-    const numbers *n = request->family->numbers;
-    return n->ahead * ((int64_t)request->num_ranks - 1) + request->num_segments;
-}
-
-static const char *broken_rule(const s1f_request *request)
-{
-    const numbers *n = request->family->numbers;
-    const char *rule = s1f_rule_split(request, peak(request), peak(request), n->cap_rule);
-    return rule != NULL ? rule : s1f_rule_one_stage_per_rank(request);
+    return ahead_of(request) * ((int64_t)request->num_ranks - 1) + request->num_segments;
 }
 
 static s1f_status append(s1f_schedule *plan, int32_t rank, s1f_pass pass, int64_t context, int64_t i)
@@ -37,10 +26,11 @@ static s1f_status append(s1f_schedule *plan, int32_t rank, s1f_pass pass, int64_
 
 static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
 {
-    const numbers *n = request->family->numbers;
-    int64_t ahead = (int64_t)n->ahead * (request->num_ranks - rank - 1);
+    int64_t ahead = (int64_t)ahead_of(request) * (request->num_ranks - rank - 1);
     return s1f_schedule_alternate(plan, rank, ahead + request->num_segments - 1, request->num_cells, append, 0);
 }
+
+static const int32_t h1 = 1, h2 = 2;
 
 const s1f_family s1f_family_zb_h1 = {
     .whole = {"zb-h1", "1f1b whose weight gradients fill the bubbles, in 1f1b's memory",
@@ -49,12 +39,10 @@ const s1f_family s1f_family_zb_h1 = {
                  "Zero Bubble, arXiv:2401.10241, over segments", "M k >= P - 1 + k, v = 1"},
     .stages_per_rank = 1,
     .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
-    .splits = 1,
-    .needs_whole = 1,
-    .takes_rows = 1,
-    .broken_rule = broken_rule,
     .order_of_rank = plan_of_rank,
     .most_live = peak,
+    .least_units = peak,
+    .cap_rule = "cap >= P - 1 + k",
     .numbers = &h1,
 };
 
@@ -65,11 +53,9 @@ const s1f_family s1f_family_zb_h2 = {
                  "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 1"},
     .stages_per_rank = 1,
     .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
-    .splits = 1,
-    .needs_whole = 1,
-    .takes_rows = 1,
-    .broken_rule = broken_rule,
     .order_of_rank = plan_of_rank,
     .most_live = peak,
+    .least_units = peak,
+    .cap_rule = "cap >= 2 P - 2 + k",
     .numbers = &h2,
 };

@@ -74,7 +74,7 @@ def facts() -> dict[str, Any]:
     return {
         "families": list(map(asdict, families())),
         "options": [name for name, *_ in _C.FAMILY_OPTIONS],  # in the core's order
-        "holdings": [row.name for row in _C.HOLDINGS],
+        "holdings": [row.name for row in style.HOLDINGS],
         "style": style.page_facts(),
         "presets": {name: preset(*given) for name, given in PRESETS.items()},
     }
@@ -137,7 +137,7 @@ def placement(cost: CostModel, price: Price, rank_of_stage: list[int]) -> dict[s
         constant[name] = [0] * (max(rank_of_stage) + 1)
         for rank, held in zip(rank_of_stage, memory[name], strict=True):
             constant[name][rank] += held
-    held = {row.name: memory[row.name] for row in _C.HOLDINGS}
+    held = {row.name: memory[row.name] for row in style.HOLDINGS}
     return {
         "rank_of_stage": rank_of_stage,
         "latency": latency,

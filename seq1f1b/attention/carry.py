@@ -5,39 +5,15 @@ Outside a step the same calls make the module ordinary torch: ``carry_in`` gives
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 # torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
 from torch._compile import _disable_dynamo
 
-from seq1f1b.attention import causal as attention
 from seq1f1b.attention.unit import current
 
 __all__ = ["add_loss", "carry_in", "carry_out"]
-
-
-_steps_lock = threading.Lock()
-_steps_inside = 0  # engines of this process inside a step: more than one only where ranks are threads
-
-
-@contextmanager
-def inside_step() -> Iterator[None]:
-    """Code that is traced meanwhile is compiled for use inside steps."""
-    global _steps_inside
-    with _steps_lock:
-        _steps_inside += 1
-        attention.set_stepping(True)
-    try:
-        yield
-    finally:
-        with _steps_lock:
-            _steps_inside -= 1
-            attention.set_stepping(_steps_inside > 0)
 
 
 def _key(layer: Tensor | int) -> int:

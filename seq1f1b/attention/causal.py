@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
 from seq1f1b.above import above
+from seq1f1b.files import check_part
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
@@ -35,10 +39,23 @@ _MAX_HEAD_DIM = 256
 stepping = False
 
 
-def set_stepping(flag: bool) -> None:
-    """Says whether code traced from now on runs inside pipeline steps. For engines."""
-    global stepping
-    stepping = flag
+_steps_lock = threading.Lock()
+_steps_inside = 0  # engines of this process inside a step: more than one only where ranks are threads
+
+
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """Around the units of a step: code that is traced meanwhile is compiled for use inside steps. For engines."""
+    global _steps_inside, stepping
+    with _steps_lock:
+        _steps_inside += 1
+        stepping = True
+    try:
+        yield
+    finally:
+        with _steps_lock:
+            _steps_inside -= 1
+            stepping = _steps_inside > 0
 
 
 def causal_attention(
@@ -83,9 +100,11 @@ def causal_attention(
             forward-mode differentiation.
     Source: Seq1F1B, arXiv:2406.03488.
     """
-    _check_tensors(q=q, k=k, v=v)
-    _check_tensors(optional=True, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
-    q, k, v = _autocast(q, k, v)
+    has_more = alibi_slopes is not None or doc_ids is not None or sinks is not None
+    if has_more or not all(isinstance(t, Tensor) for t in (q, k, v)):
+        _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids, sinks)
     if not isinstance(layer, Tensor):
         _check_layer(layer)
@@ -94,9 +113,12 @@ def causal_attention(
     docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     extra = q.new_empty(0) if sinks is None else sinks.to(sums)
-    options = (slopes, docs, extra, *_options(q, scale, window, softcap))
+    if scale is not None or window is not None or softcap is not None:
+        _check_options(scale, window, softcap)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    options = (slopes, docs, extra, scale, window or 0, softcap or 0.0)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, extra))
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _check_tangents(q=q, k=k, v=v, sinks=extra)
     if stepping if torch.compiler.is_compiling() else _in_segments():
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
@@ -150,12 +172,12 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     if sequence_parallel is None:
         return _C.token_offset()
     rank, size = check_part(sequence_parallel)
-    unit = _C.current_unit()
-    if unit is None and rank > 0:
+    tokens = _C.unit_tokens()
+    if tokens is None and rank > 0:
         raise ValueError(
             f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
         )
-    return 0 if unit is None else _C.token_position(rank * (unit.length // size))
+    return 0 if tokens is None else _C.token_position(rank * (tokens[1] // size))
 
 
 def positions(
@@ -175,21 +197,13 @@ def positions(
     Raises:
         ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
     """
-    _check_tensors(x=x)
-    _check_tensors(optional=True, doc_ids=doc_ids)
+    _check_tensors({"x": x}, doc_ids=doc_ids)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
     rank, size = (0, 1) if sequence_parallel is None else check_part(sequence_parallel)
     x = x.detach()
     docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else _ids(doc_ids)
     return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
-
-
-def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """(rank, size), or the error that names the rule."""
-    if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
-        raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
-    return part
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -218,7 +232,11 @@ class _SegmentAttention(torch.autograd.Function):
         *options: Any,
     ) -> Tensor:  # fmt: skip
         out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, sinks, *options)
-        ctx.save_for_backward(_compact(q), out, lse, layer, slopes, docs, sinks)
+        # A copy of q where it is a part of a larger storage, as one projection makes q, k and v: to save the part would
+        # keep the whole, and keys and values lie in the cache already. Compiled code has buffers of its own.
+        if not torch.compiler.is_compiling() and q.untyped_storage().nbytes() != q.nbytes:
+            q = q.clone(memory_format=torch.contiguous_format)
+        ctx.save_for_backward(q, out, lse, layer, slopes, docs, sinks)
         ctx.options = options
         ctx.kv_heads = k.shape[1]
         return out  # type: ignore[no-any-return]
@@ -230,28 +248,10 @@ class _SegmentAttention(torch.autograd.Function):
         return (*grads, None, None, None, dsinks if ctx.needs_input_grad[6] else None, None, None, None)
 
 
-def _compact(q: Tensor) -> Tensor:
-    """A copy of ``q`` where it is a part of a larger storage, as one projection makes q, k and v.
-
-    To save the part would keep the whole, and keys and values lie in the cache already. Compiled code has buffers
-    of its own.
-    """
-    if torch.compiler.is_compiling() or q.untyped_storage().nbytes() == q.nbytes:
-        return q
-    return q.clone(memory_format=torch.contiguous_format)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Under autocast, casts as torch's own attention does: everything floating but float64."""
-    device = q.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    return cast(q), cast(k), cast(v)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor | None, sinks: Tensor | None) -> None:
@@ -269,8 +269,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
     for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs), ("sinks", sinks)):
         if other is not None and other.device != q.device:
             raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
-    _check_shapes(q, k, v)
-    batch, heads, tokens, _ = q.shape
+    (batch, heads, tokens, head_dim), kv_heads, v_head_dim = q.shape, k.shape[1], v.shape[3]
+    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1 or v_head_dim < 1:
+        raise ValueError(f"q is {_text(q)}, k is {_text(k)}, v is {_text(v)}: no size may be 0")
+    for name, size in (("head_dim", head_dim), ("head_dim of v", v_head_dim)):
+        if size > _MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {size}, must be at most {_MAX_HEAD_DIM}")
+    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim:
+        raise ValueError(f"k is {_text(k)}: must agree with q {_text(q)} in all but heads")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
+    if heads % kv_heads != 0:
+        raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
+    if slopes is None and docs is None and sinks is None:
+        return
+    _check_more(batch, heads, tokens, slopes, docs, sinks)
+
+
+def _check_more(
+    batch: int, heads: int, tokens: int, slopes: Tensor | None, docs: Tensor | None, sinks: Tensor | None
+) -> None:
     if slopes is not None:
         if slopes.is_complex():
             raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
@@ -290,33 +308,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
             raise ValueError(f"sinks is {_text(sinks)}, must be ({heads}): one of each query head")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    batch, heads, tokens, head_dim = q.shape
-    kv_heads = k.shape[1]
-    v_head_dim = v.shape[3]
-    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1 or v_head_dim < 1:
-        raise ValueError(f"q is {_text(q)}, k is {_text(k)}, v is {_text(v)}: no size may be 0")
-    for name, size in (("head_dim", head_dim), ("head_dim of v", v_head_dim)):
-        if size > _MAX_HEAD_DIM:
-            raise ValueError(f"{name} is {size}, must be at most {_MAX_HEAD_DIM}")
-    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim:
-        raise ValueError(f"k is {_text(k)}: must agree with q {_text(q)} in all but heads")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
-    if heads % kv_heads != 0:
-        raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-
-
-def _check_tensors(*, optional: bool = False, **values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Tensor) and not (optional and value is None):
-            raise TypeError(f"{name} is {value!r:.80}, must be a tensor{' or None' if optional else ''}")
+def _check_tensors(needed: dict[str, Any], **optional: Any) -> None:
+    for name, value in {**needed, **optional}.items():
+        if not isinstance(value, Tensor) and (name in needed or value is not None):
+            raise TypeError(f"{name} is {value!r:.80}, must be a tensor{'' if name in needed else ' or None'}")
 
 
 def _check_tangents(**inputs: Tensor) -> None:
     """No op here has a rule for forward-mode differentiation: it would lose the tangents without a word."""
-    if forward_ad._current_level < 0:
-        return
     for name, t in inputs.items():
         if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
             raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
@@ -335,8 +334,7 @@ def _ids(doc_ids: Tensor) -> Tensor:
     return ids
 
 
-def _options(q: Tensor, scale: float | None, window: int | None, softcap: float | None) -> tuple[float, int, float]:
-    """Scale, window and softcap as the ops take them, where 0 stands for none."""
+def _check_options(scale: float | None, window: int | None, softcap: float | None) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise TypeError(f"window is {window!r}, must be an int")
     if window is not None and not 1 <= window < 2**63:
@@ -345,7 +343,6 @@ def _options(q: Tensor, scale: float | None, window: int | None, softcap: float 
         raise ValueError(f"softcap is {softcap}, must be above 0 and finite")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}, must be finite")
-    return float(scale) if scale is not None else q.shape[3] ** -0.5, window or 0, softcap or 0.0
 
 
 def _text(t: Tensor) -> str:

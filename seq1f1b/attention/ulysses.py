@@ -110,9 +110,9 @@ def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
             f"doc_ids is {tuple(doc_ids.shape)}, must be ({batch}, {tokens}), as q, or of the whole segment, "
             f"({batch}, {size * tokens})"
         )
-    unit = None if torch.compiler.is_compiling() else _C.current_unit()
-    if unit is not None and tokens * size != unit.length:
+    unit = None if torch.compiler.is_compiling() else _C.unit_tokens()
+    if unit is not None and tokens * size != unit[1]:
         raise ValueError(
-            f"q has {tokens} tokens on this rank, the segment has {unit.length}: must be 1/{size} of them; give the "
+            f"q has {tokens} tokens on this rank, the segment has {unit[1]}: must be 1/{size} of them; give the "
             f"engine sequence_parallel=(rank, {size})"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from seq1f1b.engine.linear import is_plain
-from seq1f1b.engine.recompute import digest
+from seq1f1b.nested import digest
 from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []

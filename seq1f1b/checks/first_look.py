@@ -33,8 +33,10 @@ __all__: list[str] = []
 class Looking(Part):
     """Looks at a stage once for every kind of step: training or not, with these keyword arguments."""
 
+    needs = "is_new"
+
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
-        self._is_off = options.attention == "unchecked"
+        self.is_idle = options.attention == "unchecked"
         self._shares_tokens = options.sequence_parallel != (0, 1)
         self._known: set[Any] = set()  # kinds of steps that values have told of
 
@@ -42,7 +44,7 @@ class Looking(Part):
         arguments, stage = step.arguments, step.stage
         # F0.1, or that of the first micro-batch of several segments.
         several = next((m for m, row in enumerate(arguments.rows) if len(row) > 1), None)
-        if self._is_off or not arguments.is_new or several is None:
+        if several is None:
             return False
         parameters = [p for module in stage.modules for p in module.parameters()]
         is_sharded = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(hasattr(p, "to_local") for p in parameters)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seq1f1b.engine.findings import COUPLING, WEIGHTING
 from seq1f1b.engine.model_state import RandomState, uncompiled
-from seq1f1b.engine.weighting import Weighting, by_targets
+from seq1f1b.engine.weighting import Weighting
 from seq1f1b.nested import distance, mapped, norm, tensors_of
 
 __all__: list[str] = []
@@ -147,7 +147,7 @@ def look_of(step: Weighting) -> LossLook | None:
         return None
     every = {m: _looked_at(step, m) for m in range(len(step.rows))}
     found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
-    if is_halved := not found and by_targets(options, step.arguments):
+    if is_halved := not found and step.batch.by_targets:
         some = {m: sizes for m, sizes in every.items() if sizes}
         found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
     if not found:

@@ -50,8 +50,9 @@ seq1f1b COMMAND --help lists the options of a command.
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; the reference page is made from it."""
+def make_parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line; the reference page is made from it. wanted: the only command whose options
+    it needs."""
     parser = argparse.ArgumentParser(
         prog="seq1f1b",
         description=DESCRIPTION,
@@ -64,14 +65,17 @@ def make_parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         command.set_defaults(run=module.run)
-        module.add(command)
+        if wanted in (None, name):
+            module.add(command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. A mistake of the caller is one line on stderr, and exit status 2."""
-    parser = make_parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
+    words = sys.argv[1:] if arguments is None else arguments
+    names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+    parser = make_parser(words[0] if words and words[0] in names else None)
+    if not words:
         parser.print_help(sys.stderr)
         return 2
     options = parser.parse_args(arguments)

@@ -143,21 +143,21 @@ def _in_unit(options: Options, layer: Tensor, keys: Tensor, kept: int) -> Option
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
-    unit = _C.current_unit()
+    unit = _C.unit_tokens()
     length = x.shape[dim]
     first = rank * length
-    if unit is not None and length * num_parts != unit.length:
+    if unit is not None and length * num_parts != unit[1]:
         raise ValueError(
-            f"positions of dimension {dim}, which has {length} elements; the segment has {unit.length} tokens "
+            f"positions of dimension {dim}, which has {length} elements; the segment has {unit[1]} tokens "
             f"(parts: {num_parts})"
         )
     found = _C.key_ranges()
     if found is not None and found[1]:
         assert unit is not None
-        of_parts = [torch.arange(unit.offset, unit.offset + part, device=x.device) for part in found[1]]
+        of_parts = [torch.arange(unit[0], unit[0] + part, device=x.device) for part in found[1]]
         position = torch.cat(of_parts).narrow(0, first, length)
     else:
-        first += 0 if unit is None else unit.offset
+        first += 0 if unit is None else unit[0]
         position = torch.arange(first, first + length, device=x.device)
     if not doc_ids.numel():
         return position

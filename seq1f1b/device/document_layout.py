@@ -186,7 +186,7 @@ def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
     """
     tokens = docs.shape[1]
     offset = key_docs.shape[1] - tokens
-    in_unit = _C.current_unit() is not None
+    in_unit = _C.unit_tokens() is not None
     found = _remembered.get((docs.data_ptr(), docs.shape, docs.stride())) if in_unit else None
     if found is not None and not docs.is_inference():
         memory, version, layout = found

@@ -83,7 +83,7 @@ COPIES = Way(
     TRANSPORTS["copy"].over,
     "CUDA IPC needs processes of one host that share its IPC namespace (docker run --ipc=host) and GPUs that reach "
     "each other (nvidia-smi topo -p2p r); wrong bytes point to an IOMMU, or to PCIe ACS, that is switched on",
-    lambda control, watchdog, offered: _C.copy_end(control, watchdog),
+    lambda control, watchdog, offered: _C.device_end(True, control, watchdog),
 )
 NCCL = Way(
     "nccl",
@@ -98,7 +98,7 @@ HOST = Way(  # the last resort
     "host",
     TRANSPORTS["auto"].over,
     "this way needs no more than copies between the GPU and the host: look at the GPU itself (nvidia-smi, dmesg)",
-    lambda control, watchdog, offered: _C.host_end(control, watchdog),
+    lambda control, watchdog, offered: _C.device_end(False, control, watchdog),
 )
 WAYS = (COPIES, NCCL, HOST)
 """In the order in which ``transport="auto"`` tries them."""

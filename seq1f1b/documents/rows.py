@@ -170,6 +170,18 @@ def runs_of(
     return found
 
 
+def rows_given(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:
+    """The arguments of a step of rows, by name, from those that an engine was given."""
+    if plan is None:
+        if parents is not None and segment_sizes is None:
+            raise ValueError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
+        return {"rows": segment_sizes, "parents": parents}
+    for name, given in (("segment_sizes", segment_sizes), ("parents", parents)):
+        if given is not None:
+            raise ValueError(f"plan= stands for {name}: give one of them")
+    return {"rows": plan.segment_sizes, "parents": plan.parents, "plan": plan}
+
+
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
     """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -17,12 +17,11 @@ from seq1f1b.engine.options import Options
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.splitting import (
     Leaves,
-    check_count,
     check_equal_batches,
     check_rules,
     microbatches,
+    segment_sizes,
     sequence_length,
-    split_inputs,
     split_kwargs,
     split_sequence,
 )
@@ -54,19 +53,19 @@ class StepArguments:
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 
+@dataclass
 class StepRead:
     """Gathers what a step asks the device, for one read: the host waits in each until the device is there."""
 
-    def __init__(self) -> None:
-        self._asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = []
+    asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = field(default_factory=list)
 
     def ask(self, values: Sequence[Tensor | float], take: Callable[[list[list[float]]], None]) -> None:
         """``take`` is told the elements of each, once they are read."""
-        self._asked.append((values, take))
+        self.asked.append((values, take))
 
     def read(self) -> None:
         """Reads what has been asked for. Tensors of subclasses, and of each device, are read apart."""
-        asked, self._asked = self._asked, []
+        asked, self.asked = self.asked, []
         flat: dict[torch.device, list[Tensor]] = {}
         for value in (value for values, _ in asked for value in values):
             if type(value) is Tensor:
@@ -96,6 +95,8 @@ class Batch:
         num_parts: by cell, leaves in it, in a step of trees.
         paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
+        has_documents: whether a micro-batch has several.
+        by_targets: whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
         gradients: those that the step adds, apart from what was there; leaves that no module holds are told to it.
         read: takes what is to be asked of the device before the units.
@@ -121,6 +122,8 @@ class Batch:
                 for value in (self._inputs, self.target, self._kwargs)
             )
         self.leaves, self.read = Leaves(), StepRead()
+        is_asked = options.loss.weight == "targets" or arguments.rows is not None
+        self.by_targets = is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
         self.rows: Rows = arguments.rows or ()
         self.num_microbatches = len(self.rows) or options.num_microbatches
         self.length, self.sizes = 0, [0] * options.num_segments
@@ -129,6 +132,7 @@ class Batch:
         self.num_parts = [] if trees is None else [len(part) for row in trees.parts for part in row]
         self.paths = [] if whole is None else list(map(paths_of, whole.parents, whole.parts))
         self.documents = [] if plan is None else [len(row) for row in plan.rows]
+        self.has_documents = any(count > 1 for count in self.documents)
 
     def check(self) -> None:
         """Raises where the arguments break a rule."""
@@ -145,27 +149,24 @@ class Batch:
             raise ValueError("target was given, but the engine has no loss_fn")
         if self.arguments.loss_weight is not None:
             check_number("loss_weight", self.arguments.loss_weight)
-        is_split = all(len(row) == 1 for row in self.rows) if self.rows else options.num_segments == 1
-        check_rules(self._kwargs, options.arg_rules, is_split=is_split)
+        if self._kwargs:
+            is_split = all(len(row) == 1 for row in self.rows) if self.rows else options.num_segments == 1
+            check_rules(self._kwargs, options.arg_rules, is_split=is_split)
         if self._has_last and target is not None:
             self.target = self.leaves.replace(microbatches(target, self.num_microbatches, "target"))
         if self._takes_inputs:
-            self._check_inputs()
+            if self._inputs is None:
+                where = "the rank of the first stage"
+                where = where if options.embedding is None else "every rank: the embedding is spread"
+                raise ValueError(f"inputs are needed on {where}")
+            if isinstance(self._inputs, list):
+                self._inputs = microbatches(self._inputs, self.num_microbatches, "inputs")
+                if self._hands_on:
+                    check_equal_batches(self._inputs)
+            self._inputs = self.leaves.replace(self._inputs)
+            self.length = sequence_length(self._inputs, options.seq_dim)
         if self.rows:  # every rank was given them
             self.length = max(map(sum, self.rows))
-
-    def _check_inputs(self) -> None:
-        options = self._options
-        if self._inputs is None:
-            where = (
-                "the rank of the first stage" if options.embedding is None else "every rank: the embedding is spread"
-            )
-            raise ValueError(f"inputs are needed on {where}")
-        check_count(self._inputs, self.num_microbatches, "inputs")
-        if isinstance(self._inputs, list) and self._hands_on:
-            check_equal_batches(self._inputs)
-        self._inputs = self.leaves.replace(self._inputs)
-        self.length = sequence_length(self._inputs, options.seq_dim)
 
     def split(self, length: int) -> None:
         """Cuts what this rank was given into segments, of micro-batches of so many tokens."""
@@ -174,10 +175,15 @@ class Batch:
         if self.rows:
             self.sizes = [size for row in self.rows for size in row]
         else:
-            self.sizes = options.sizes_of(length, self._documents())
+            is_packed = isinstance(options.segment_sizes, ModelShape) and options.arg_rules.get("doc_ids") == "slice"
+            documents = self._documents() if is_packed else None
+            self.sizes = segment_sizes(options.segment_sizes, length, options.num_segments, part[1], documents)
             self.rows = (self.sizes,) * self.num_microbatches
         if self._takes_inputs:
-            self.inputs = _flat(split_inputs(self._inputs, self.rows, dim, part))
+            self.inputs = []
+            for m, given in enumerate(microbatches(self._inputs, self.num_microbatches, "inputs")):
+                given = given if isinstance(given, tuple) else (given,)
+                self.inputs += split_sequence(given, self.rows[m], dim, f"inputs of micro-batch {m}", part)
         if self._kwargs or options.arg_rules:
             trees, given = self.arguments.trees, self.leaves.replace(self._kwargs)
             positions = None if trees is None else trees.positions
@@ -190,21 +196,11 @@ class Batch:
                     for m, target in enumerate(self.targets)
                 )
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences, once they are split."""
-        lengths = [size for row in self.rows for size in row]
-        first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in self.inputs or ()]
-        return sum(len(sequences) * size for sequences, size in zip(first, lengths, strict=False))
-
-    def _documents(self) -> list[int] | None:
-        """Lengths of the packed documents of all rows, where segments have equal FLOPs by them."""
-        options = self._options
-        if not isinstance(options.segment_sizes, ModelShape) or options.arg_rules.get("doc_ids") != "slice":
-            return None
+    def _documents(self) -> tuple[int, ...] | None:
+        """Lengths of the packed documents of all rows; None: the step has none."""
         kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
         rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
-        return [length for doc_ids in rows for length in document_lengths(doc_ids)] or None
+        return tuple(length for doc_ids in rows for length in document_lengths(doc_ids)) or None
 
 
 def _flat(nested: Any) -> list[Any]:

@@ -10,7 +10,8 @@ read waits for the device. So a step counts for all units at once, if attention 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
@@ -32,18 +33,20 @@ _layout = above("documents")
 
 
 class AskingForDocuments(Part):
-    """In steps whose plan has a row of several documents."""
+    """Tells attention how many documents a row has, in steps whose plan has a row of several."""
+
+    needs = "has_documents"
 
     def start(self, step: StageStep) -> bool:
-        self._documents = step.arguments.documents
-        return any(count > 1 for count in self._documents)
+        return True
 
-    def begin(self, unit: LiveUnit) -> None:
-        _C.unit_set_documents(self._documents[unit.microbatch])
-
-    def end(self, unit: LiveUnit) -> None:
+    @contextmanager
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
+        count = self._step.arguments.documents[unit.microbatch]
+        _C.unit_set_documents(count)
+        yield
         carries = unit.carried_in is not None or unit.carried_out is not None
-        if carries and self._documents[unit.microbatch] > 1 and not self._is_told(unit):
+        if carries and count > 1 and not unit.is_again and not self._is_told(unit):
             what, stage = "carries state along a row of several documents, and is not told them", self._step.stage
             stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 

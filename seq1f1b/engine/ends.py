@@ -1,4 +1,4 @@
-"""Another stage as the source of a stage's inputs, and as the sink of its outputs.
+"""Sources of a stage's inputs, and sinks of its outputs: the step's arguments, and other stages.
 
 ``loss.py`` has the end that makes the loss, ``vocabulary_step.py`` those of a vocabulary over the ranks.
 """
@@ -6,18 +6,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.attention.unit import LiveUnit, as_message
-from seq1f1b.engine.parts import Received, Sink, Source
-from seq1f1b.engine.stage import StageStep
+from seq1f1b.engine.parts import Received
 from seq1f1b.nested import mapped
 
 __all__: list[str] = []
+
+
+Spec: TypeAlias = "list[tuple[Any, ...]]"
+"""The shape, dtype, type, device and layout of each output of a unit."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Gives the units of a stage their inputs: here those that the step was given, by cell."""
+
+    given: Sequence[tuple[Any, ...]] = ()
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        """For F: the module's positional arguments."""
+        return self.given[unit.cell]
+
+    give_back: ClassVar[Any] = None
+    """Of a unit, after its backward: what crosses to another rank of the inputs' gradients; None: nobody wants them."""
 
 
 class FromStage(Source):
@@ -27,7 +45,7 @@ class FromStage(Source):
         previous: its step on the same rank, where tensors are handed over without a transfer; None: on another one.
     """
 
-    def __init__(self, training: bool, previous: StageStep | None) -> None:
+    def __init__(self, training: bool, previous: Any) -> None:
         self._training, self._previous = training, previous
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
@@ -35,7 +53,6 @@ class FromStage(Source):
         if received is not None:
             tensors, requires_grad = received[0]
         else:
-            assert self._previous is not None
             tensors = self._previous.units[unit.cell].take_handed()
         leaves = []
         for i, tensor in enumerate(tensors):
@@ -54,20 +71,39 @@ class FromStage(Source):
         return None
 
 
+class Sink:
+    """Takes the outputs of a stage's units in one step."""
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
+        raise NotImplementedError
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
+        raise NotImplementedError
+
+    end: Any = None
+    """Called with the unit at the end of F, outside of all that surrounds it; None: nothing is left to do."""
+
+
+@dataclass(eq=False)
 class ToStage(Sink):
     """The stage behind.
 
     Args:
-        following: its step on the same rank; None: on another one.
+        step: this stage's.
+        following: the other one's on the same rank; None: on another one.
     """
 
-    def __init__(self, step: StageStep, following: StageStep | None) -> None:
-        self._step, self._stage, self._following = step, step.stage, following
-        self._spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # of outputs, by segment length
+    step: Any
+    following: Any
+    _specs: dict[int, Spec] = field(default_factory=dict)  # of outputs, by segment length
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         outputs = output if isinstance(output, tuple) else (output,)
-        self._check(outputs, self._step.lengths[unit.cell])
+        spec: Spec = [(o.shape, o.dtype, type(o), o.device, o.layout) for o in outputs if isinstance(o, Tensor)]
+        if len(spec) < len(outputs) or self._specs.get(self.step.lengths[unit.cell]) != spec:
+            self._check(outputs, spec, self.step.lengths[unit.cell])
         outputs = tuple([as_message(o) for o in outputs])
         if unit.kept is not None:
             outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
@@ -77,7 +113,7 @@ class ToStage(Sink):
             unit.seeds = None
         if unit.is_again:  # F has handed over the same
             return None
-        if self._following is None:
+        if self.following is None:
             return outputs
         unit.handed = outputs
         return None
@@ -85,11 +121,12 @@ class ToStage(Sink):
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         if received is not None:  # hooks get tensors of their own, so that what they keep is seen
             return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
-        assert self._following is not None
-        return self._following.units[unit.cell].take_handed()
+        handed: Sequence[Tensor | None] = self.following.units[unit.cell].take_handed()
+        return handed
 
-    def _check(self, outputs: tuple[Any, ...], length: int) -> None:
-        device, index = self._stage.device, self._stage.index
+    def _check(self, outputs: tuple[Any, ...], spec: Spec, length: int) -> None:
+        """Raises unless outputs are strided tensors on the stage's device, alike for segments of one length."""
+        device, index = self.step.stage.device, self.step.stage.index
         for o in outputs:
             if not isinstance(o, Tensor):
                 raise TypeError(
@@ -102,9 +139,8 @@ class ToStage(Sink):
                     f"stage {index} returned a {o.layout} tensor on {o.device}; "
                     f"its outputs must be strided tensors on {device}"
                 )
-        spec = [(o.shape, o.dtype) for o in outputs]
-        known = self._spec.setdefault(length, spec)
-        if known != spec:
+        known = self._specs.setdefault(length, spec)
+        if [own[:2] for own in known] != [own[:2] for own in spec]:
             raise ValueError(
                 f"stage {index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
                 f"{_spec_text(known)} for another of the same length in this step"
@@ -116,5 +152,5 @@ def detached(output: Any) -> Any:
     return mapped(output, lambda tensor: tensor.detach().clone())
 
 
-def _spec_text(spec: list[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in spec)
+def _spec_text(spec: Spec) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype, *_ in spec)

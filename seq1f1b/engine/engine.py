@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.above import above
-from seq1f1b.documents.rows import PlannedRows
+from seq1f1b.documents.rows import PlannedRows, rows_given
 from seq1f1b.engine.batch import StepArguments, merge
-from seq1f1b.engine.gradients import REDUCED
+from seq1f1b.engine.norms import clip, share_overflow, total_norm
 from seq1f1b.engine.options import (
     Builder,
     Limits,
@@ -29,7 +28,7 @@ from seq1f1b.engine.options import (
     modules_of,
     order_of,
 )
-from seq1f1b.engine.order import build, with_options
+from seq1f1b.engine.order import plain_schedule
 from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
 from seq1f1b.engine.runner import Runner
 from seq1f1b.engine.splitting import Rule
@@ -38,7 +37,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.placement import common_device
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport import RankGroup, meeting_of, resolve_group
 from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import OfOneProcess
 
@@ -154,7 +153,7 @@ class PipelineEngine(OfOneProcess):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
         joined: RankGroup | None = None
-        attempt = last_attempt()
+        meeting = meeting_of(group)
         try:
             source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
             modules = modules_of(stage)
@@ -163,17 +162,17 @@ class PipelineEngine(OfOneProcess):
             self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
             self.device = common_device(modules)
             check_launch(group)
-            joined = resolve_group(group, transport, timeout=limits.step, arrival_timeout=limits.longest)
-            self._group: RankGroup = joined
+            waits = {"timeout": limits.step, "arrival_timeout": limits.longest}
+            joined = self._group = resolve_group(group, transport, meeting=meeting, **waits)
             joined.set_limits(limits.step)
             self._join(modules, source)
             self._leave = weakref.finalize(self, joined.leave)
             self._leave.atexit = False
         except BaseException as error:
             # The other ranks may wait for this one, while all come, while edges open, or in their first step.
-            if joined is None:
-                withdraw(group, error, attempt)
-            elif not isinstance(error, Disagreement):
+            if joined is None and meeting is not None:
+                meeting.fail(error)
+            elif joined is not None and not isinstance(error, Disagreement):
                 joined.fail(f"{type(error).__name__}: {error}")
             if joined is not None and joined is not group:
                 joined.close()
@@ -233,13 +232,16 @@ class PipelineEngine(OfOneProcess):
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
-        given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
+        given = StepArguments(True, inputs, target, kwargs, loss_weight)
+        if segment_sizes is not None or parents is not None or plan is not None:
+            given = replace(given, **rows_given(segment_sizes, parents, plan))
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if self._scaler is None:
             return self._runner.run(given)[0]
         self._scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         losses, _ = self._runner.run(replace(given, gradient_scale=self._scaler.get_scale()))
-        self._share_overflow()
+        with self._group.telling():
+            share_overflow(self._pipeline)
         return losses
 
     def eval(
@@ -260,7 +262,7 @@ class PipelineEngine(OfOneProcess):
             them and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
             ``segment_sizes`` or ``plan`` a list of the micro-batches' outputs.
         """
-        given = StepArguments(False, inputs, target, kwargs, **_of_rows(segment_sizes, parents, plan))
+        given = StepArguments(False, inputs, target, kwargs, **rows_given(segment_sizes, parents, plan))
         with torch.no_grad():
             losses, outputs = self._runner.run(replace(given, return_outputs=return_outputs))
             if not return_outputs:
@@ -300,7 +302,7 @@ class PipelineEngine(OfOneProcess):
                 does not fit in the memory of rank 0, or that does not run; on every rank.
         """
         self._pipeline.check_idle()
-        given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
+        given = StepArguments(True, inputs, target, kwargs, loss_weight, **rows_given(segment_sizes, parents, plan))
         found: Verification = above("verify")(self._runner, given, dtype, model)
         if show and self.rank == 0:
             print(found)
@@ -350,44 +352,9 @@ class PipelineEngine(OfOneProcess):
                     f"the gradients are still scaled by grad_scaler, by {scaler.get_scale():g}: call "
                     "scaler.unscale_(optimizer) on every rank between engine.step and engine.clip_grad_norm_"
                 )
-            norm_type = float(norm_type)
-            self._pipeline.tied.meet()
-            counted = self._gradients_in_order(self._pipeline.tied.counted_elsewhere())
-            is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
-            norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
-            everyones = self._group.all_gather_object((is_double, norms))
-        in_order = sorted((entry for _, theirs in everyones for entry in theirs), key=lambda entry: entry[0])
-        dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
-        found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype, device="cpu")
-        total = torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot "
-                "clip: leave out the optimizer's step, or pass error_if_nonfinite=False"
-            )
-        for shared in (False, True):  # torch takes DTensors and tensors apart only
-            own = [p for p in self.parameters() if hasattr(p.grad, "full_tensor") == shared]
-            nn.utils.clip_grads_with_norm_(own, max_norm, total)
+            total = total_norm(self._pipeline, float(norm_type))
+        clip(self._pipeline, total, max_norm, float(norm_type), error_if_nonfinite)
         return total
-
-    def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
-        """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
-        parts: list[tuple[int, Any]] = [(self.rank - self.num_ranks, self._options.embedding)]
-        parts += self._pipeline.modules.items()
-        if self.has_last or self._options.head is not None:
-            parts.append(
-                (self.num_stages + (self.rank if self._options.head is not None else 0), self._options.loss_fn)
-            )
-        seen, found = set(excluded), []
-        for index, part in parts:
-            parameters = part.parameters() if isinstance(part, nn.Module) else ()
-            gradients = []
-            for parameter in parameters:
-                if id(parameter) not in seen and parameter.grad is not None and parameter.grad.numel():
-                    gradients.append(parameter.grad)
-                seen.add(id(parameter))
-            found.append((index, gradients))
-        return found
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
@@ -463,7 +430,7 @@ class PipelineEngine(OfOneProcess):
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
-        schedule = self._make_schedule(source, len(modules))
+        schedule = plain_schedule(source, self.num_ranks, len(modules), options, self.device)
         own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
         places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
         check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
@@ -493,37 +460,6 @@ class PipelineEngine(OfOneProcess):
             self._runner.order(training=True)
         self.edges = pipeline.edges
 
-    def _make_schedule(self, source: Schedule | Builder, stages_per_rank: int) -> Schedule:
-        num_segments = self._options.num_segments
-        schedule = build(source, self.num_ranks, self.num_microbatches, num_segments, stages_per_rank)
-        if schedule.rows is not None:
-            raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
-        expected = (self.num_ranks, self.num_microbatches, num_segments)
-        found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
-        if found != expected:
-            raise ValueError(
-                f"the schedule is for (ranks, micro-batches, segments) = {found}, the engine has {expected}: "
-                "the group's size and num_microbatches, num_segments must agree with it"
-            )
-        schedule.check()
-        if schedule.fills and self.device.type != "cpu":
-            warnings.warn(
-                f'weights="fill" runs W while the host waits for a message, but stages on {self.device} work behind '
-                'it: the order runs as it is planned (weights="planned")',
-                stacklevel=5,  # where the engine is made
-            )
-        return with_options(schedule, self._options, self.device)
-
-    # -- a step ----------------------------------------------------------------------------------------------------
-
-    def _share_overflow(self) -> None:
-        """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
-        with self._group.telling():
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            finite = all(bool(torch.isfinite(g).all()) for g in gradients)
-            if not all(self._group.all_gather_object(finite)) and finite and gradients:
-                gradients[0].fill_(float("inf"))
-
 
 class LoneEngine(PipelineEngine):
     """Runs a stage of a model without the others, to look at it or to time it."""
@@ -533,24 +469,3 @@ class LoneEngine(PipelineEngine):
     def activations_of(self, stage: int) -> Any:
         """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
         return self._runner.activations.get(stage)
-
-
-def _of_rows(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:
-    """The arguments of a step of rows."""
-    if plan is None:
-        if parents is not None and segment_sizes is None:
-            raise ValueError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
-        return {"rows": segment_sizes, "parents": parents}
-    for name, given in (("segment_sizes", segment_sizes), ("parents", parents)):
-        if given is not None:
-            raise ValueError(f"plan= stands for {name}: give one of them")
-    return {"rows": plan.segment_sizes, "parents": plan.parents, "plan": plan}
-
-
-def _norm(gradient: Tensor, norm_type: float) -> float:
-    """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
-    dtype = torch.float32 if gradient.dtype in REDUCED else None
-    if gradient.layout == torch.sparse_coo:
-        gradient = gradient.coalesce().values()
-    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,11 +53,11 @@ class StepGradients:
                 if id(parameter) in self._wide:
                     assert self._dtype is not None
                     self._zeros[id(parameter)] = _make_zeros(parameter, self._dtype)
-            for gradient in self._grown_in_place():
+            for gradient in self._grown_in_place() if self._divisor > 1 else ():
                 gradient.mul_(self._divisor)
             yield
         except BaseException:
-            for gradient in self._grown_in_place():
+            for gradient in self._grown_in_place() if self._divisor > 1 else ():
                 gradient.div_(self._divisor)
             with torch.no_grad():
                 for parameter in self._parameters:
@@ -92,7 +93,7 @@ class StepGradients:
             factor: by which the latter is multiplied, where all gradients started from nothing; 0: it is nothing, even
                 if it is not finite.
         """
-        for gradient in self._grown_in_place():
+        for gradient in self._grown_in_place() if self._divisor > 1 else ():
             gradient.div_(self._divisor)
         for parameter in self._parameters:
             before, added = self._before[id(parameter)], self.added(parameter)
@@ -169,3 +170,11 @@ def _local(tensor: Any) -> Tensor:
 def dense(gradient: Tensor) -> Tensor:
     """The values of a gradient, which torch.gather or an embedding may leave sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def import_backward() -> None:
+    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
+
+    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")

@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
-from seq1f1b.engine.ends import detached
+from seq1f1b.engine.ends import Sink, detached
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.model_state import RandomState
-from seq1f1b.engine.parts import Received, Sink
+from seq1f1b.engine.parts import Received
 from seq1f1b.engine.replicas import Fsdp, without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.engine.weighting import Weighting
@@ -39,8 +39,6 @@ class ToLoss(Sink):
         constants: by cell, those of them that do not require grad: both must be 0, which is asked after the units.
         values: by cell, losses of tokens, where the loss comes so.
     """
-
-    _step: StageStep
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
         batch = self._batch = step.arguments

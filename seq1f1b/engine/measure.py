@@ -133,15 +133,17 @@ def storages_of(tensor: Any) -> dict[int, int]:
 class Measuring(Part):
     """Measures units in the first step of a shape: the bytes that their graphs keep, and what I leaves to W."""
 
+    needs = "is_new"
+
     def start(self, step: StageStep) -> bool:
-        stage, arguments = step.stage, step.arguments
+        stage = step.stage
         self._modules = stage.modules
         self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
         self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
         self._head = self._head_tokens = 0
         self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._is_partial = False  # some of it could not be counted
-        if not (arguments.training and arguments.is_new):
+        if not step.arguments.training:
             return False
         # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
         return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))

@@ -330,7 +330,7 @@ class ComparableRun(TorchFunctionMode):
 def _is_ours() -> bool:
     """Whether an operation of this package called: attention casts its slopes to what its kernels take."""
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") == "seq1f1b.checks.watch" and frame.f_back is not None:
+    while frame.f_globals.get("__name__", "").endswith("checks.watch") and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith(_OURS)
 

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,18 @@ __all__: list[str] = []
 
 _SMALLEST = 4096  # bytes of a storage that moves: the tier's blocks are as large
 _PLAIN = (Tensor, nn.Parameter)
+
+
+class TierFacts(NamedTuple):
+    """What a tier is, "ext4" or "pinned memory", its room in bytes, and bytes and ns of the last step's moves."""
+
+    medium: str
+    is_memory: bool
+    room_bytes: int
+    bytes_out: int
+    bytes_in: int
+    ns_out: int
+    ns_in: int
 
 
 class Tier(OfOneProcess):
@@ -68,17 +80,17 @@ class Tier(OfOneProcess):
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
         parts = (value for storage in storages for value in (storage.data_ptr(), storage.nbytes()))
-        _C.tier_out(self.handle, number, array("q", parts))
+        _C.tier_move(self.handle, True, number, array("q", parts))
 
     def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
-        _C.tier_in(self.handle, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
+        _C.tier_move(self.handle, False, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
 
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)
 
-    def step_facts(self) -> _C.TierFacts | None:
+    def step_facts(self) -> TierFacts | None:
         """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
-        return None if self.handle is None else _C.tier_facts(self.handle)
+        return None if self.handle is None else TierFacts(*_C.tier_facts(self.handle))
 
     def close(self) -> None:
         """Gives up its room, once the executors have, too."""
@@ -96,7 +108,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
         OSError: no file can be made, written and read in the directory.
     """
     handle = _C.file_tier(os.fspath(directory))
-    facts = _C.tier_facts(handle)
+    facts = TierFacts(*_C.tier_facts(handle))
     if facts.is_memory:
         warnings.warn(
             f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
@@ -109,6 +121,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
 class Offloading(Part):
     """Moves what the units of a stage have saved to the rank's tier, and back: O, A and L."""
 
+    serves = "O"
     _tier: Tier
 
     def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
@@ -144,10 +157,6 @@ class Offloading(Part):
         self._step.units[cell].away.load(self._tier, self._number(cell))
         if self._step.measure is not None:
             self._step.measure.note()
-
-    def before_backward(self, unit: LiveUnit) -> None:
-        if unit.away is not None:
-            unit.away.back()
 
     def figures(self) -> Mapping[str, Any]:
         return {"moved_bytes": self._bytes}

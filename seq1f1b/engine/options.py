@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.attention.causal import check_part
-from seq1f1b.engine.splitting import Rule, TokenPart, check_rules
+from seq1f1b.engine.splitting import Rule, Sizes, TokenPart, check_rules, segment_sizes
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
-from seq1f1b.files import check_int, check_number, nearest_name
+from seq1f1b.files import check_int, check_number, check_part, nearest_name
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
@@ -25,7 +24,6 @@ from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]
 
-Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]] | None"
 Builder: TypeAlias = "Callable[..., Schedule]"
 """Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
 
@@ -79,7 +77,7 @@ class Limits:
         check_number("Limits.step", self.step)
         check_number("Limits.first_step", self.first_step)
 
-    @property
+    @cached_property
     def longest(self) -> float:
         """Seconds while a length is new."""
         return max(self.step, self.first_step)
@@ -177,57 +175,29 @@ class Options:
         check_part(self.sequence_parallel)
         _check_sizes(self.segment_sizes, self.num_segments)
 
-    @property
+    @cached_property
     def count(self) -> Callable[[Any], float] | None:
         """Counts the targets of a segment; None: as by default."""
         return self.loss.weight if callable(self.loss.weight) else None
 
-    @property
+    @cached_property
     def head(self) -> VocabularyParallelHead | None:
         """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
         return shard_of(self.loss_fn, VocabularyParallelHead)
 
-    @property
+    @cached_property
     def embedding_shard(self) -> VocabularyParallelEmbedding | None:
         """This rank's shard of the input embedding, where the vocabulary is spread over the ranks."""
         return shard_of(self.embedding, VocabularyParallelEmbedding)
+
+    def sizes_of(self, length: int) -> list[int]:
+        """Segment sizes for a sequence of this many tokens, one document."""
+        return segment_sizes(self.segment_sizes, length, self.num_segments, self.sequence_parallel[1], None)
 
     @property
     def device_transport(self) -> str | None:
         """The transport between GPUs that was asked for by name, if one was."""
         return self.transport if TRANSPORTS[self.transport].between_gpus else None
-
-    def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
-        """Segment sizes for a sequence of this many tokens. documents: of packed rows, for a ``ModelShape``."""
-        if length < self.num_segments:
-            raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {self.num_segments}")
-        sizes = self._choose_sizes(length, documents)
-        num_parts = self.sequence_parallel[1]
-        for s, size in enumerate(sizes):
-            if size % num_parts:
-                raise ValueError(
-                    f"segment {s} has {size} tokens, which the {num_parts} ranks of sequence_parallel= do not divide: "
-                    f"pad the sequence of {length} tokens to a multiple of {num_parts}, and give segment_sizes of "
-                    f"partition_sequence(multiple_of={num_parts})"
-                )
-        return sizes
-
-    def _choose_sizes(self, length: int, documents: Sequence[int] | None) -> list[int]:
-        choice, k, num_parts = self.segment_sizes, self.num_segments, self.sequence_parallel[1]
-        if choice is None:
-            return partition_sequence(length, k, strategy="even", multiple_of=num_parts)
-        if isinstance(choice, ModelShape):
-            return partition_sequence(length, k, model=choice, documents=documents, multiple_of=num_parts)
-        if isinstance(choice, Mapping):
-            if length not in choice:
-                known = ", ".join(map(str, sorted(choice)))
-                raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
-            return list(choice[length])
-        if callable(choice):
-            return list(choice(length))
-        if sum(choice) != length:
-            raise ValueError(f"segment_sizes sum to {sum(choice)} tokens, the sequence has {length}")
-        return list(choice)
 
 
 def _check_bool(name: str, value: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from seq1f1b import _C
+from seq1f1b.documents.rows import PlannedRows
 from seq1f1b.engine.options import Builder, Options
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport.group import OfOneProcess
@@ -72,6 +74,71 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
     return schedule
 
 
+def plain_schedule(
+    source: Schedule | Builder, num_ranks: int, stages_per_rank: int, options: Options, device: torch.device
+) -> Schedule:
+    """The order of plain steps, checked, with what the options add."""
+    counts = (num_ranks, options.num_microbatches, options.num_segments)
+    schedule = build(source, *counts, stages_per_rank)
+    if schedule.rows is not None:
+        raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
+    found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
+    if found != counts:
+        raise ValueError(
+            f"the schedule is for (ranks, micro-batches, segments) = {found}, the engine has {counts}: "
+            "the group's size and num_microbatches, num_segments must agree with it"
+        )
+    schedule.check()
+    if schedule.fills and device.type != "cpu":
+        warnings.warn(
+            f'weights="fill" runs W while the host waits for a message, but stages on {device} work behind it: the '
+            'order runs as it is planned (weights="planned")',
+            stacklevel=5,  # where the engine is made
+        )
+    return with_options(schedule, options, device)
+
+
+def schedule_of_rows(
+    counts: tuple[int, ...],
+    parents: tuple[tuple[int, ...], ...] | None,
+    plan: PlannedRows | None,
+    source: Builder | None,
+    pipeline: Any,
+    options: Options,
+) -> Schedule:
+    """The order of a step of rows, with what the options add. It runs over the edges that are open.
+
+    Args:
+        counts: segments of every micro-batch.
+        parents: what these follow; None: chains.
+        plan: brings the order.
+        source: builds the order otherwise; None: the engine was given no callable and no name.
+    """
+    if plan is not None:
+        schedule: Schedule = plan.schedule
+        if schedule.segments_of != counts:
+            raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
+        if schedule.parents != parents:
+            raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
+        schedule.check()
+    elif source is None:
+        raise ValueError(
+            "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
+        )
+    else:
+        schedule = build(source, pipeline.num_ranks, len(counts), counts, len(pipeline.modules), parents)
+        if schedule.parents != parents:
+            raise ValueError(
+                f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
+                f"step's are {parents}: let it hand parents= to build_schedule"
+            )
+    found = (schedule.num_ranks, schedule.rank_of_stage)
+    expected = (pipeline.num_ranks, pipeline.rank_of_stage)
+    if found != expected:
+        raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
+    return with_options(schedule, options, pipeline.device)
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """How plain steps run.
@@ -94,6 +161,7 @@ class StageOrder:
         parents: the cell that each cell follows, -1 for the first of a micro-batch.
         num_children: cells that follow each, in an order of trees; else None.
         units: letter of the pass and cell, in the order in which they run.
+        kinds: letters of these passes.
         forwards: cells in the order of their F.
         split: those whose backward is I and W.
         recomputed, moved: those with an R, and with O, A and L.
@@ -111,6 +179,7 @@ class StageOrder:
         self.parents, self.num_children = parents, num_children
         of = {letter: [cell for own, cell in self.units if own == letter] for letter in "FWRO"}
         self.forwards = of["F"]
+        self.kinds = frozenset(letter for letter, _ in self.units)
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
         self.last_gradients = next((unit for unit in reversed(self.units) if unit[0] in "BW"), ("", -1))
 

@@ -27,6 +27,7 @@ from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
 from seq1f1b.transport.values import sendable
+from seq1f1b.unit import ProgramEdge, edges_of
 
 __all__: list[str] = []
 
@@ -86,7 +87,7 @@ class Pipeline(OfOneProcess):
         agreement: Agreement,
         gpu_part: Callable[[str], Any] = above,
     ) -> None:
-        self.group, self.device, self._options, self.agreement = group, device, options, agreement
+        self.group, self.device, self.options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
         self.num_stages, self.rank_of_stage = schedule.num_stages, schedule.rank_of_stage
         stages = [i for i, rank in enumerate(self.rank_of_stage) if rank == self.rank]
@@ -95,6 +96,7 @@ class Pipeline(OfOneProcess):
                 f"rank {self.rank} holds stages {stages} in this schedule, {len(modules)} modules were given"
             )
         self.modules = dict(zip(stages, modules, strict=True))
+        self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
@@ -107,24 +109,16 @@ class Pipeline(OfOneProcess):
         self.device_edges: Any = None  # those between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
-        if options.transport == "auto" and above("edges").serve(device, group):
+        if options.transport == "auto" and gpu_part("edges").serve(device, group):
             self._device_transport = "auto"
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
 
-    @property
-    def has_first(self) -> bool:
-        return 0 in self.modules
-
-    @property
-    def has_last(self) -> bool:
-        return self.num_stages - 1 in self.modules
-
     def placed_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
         stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
-        options = self._options
+        options = self.options
         modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
         if options.embedding is not None:
             modules.insert(0, ("the embedding", options.embedding))
@@ -147,7 +141,7 @@ class Pipeline(OfOneProcess):
                     yield tied.get(id(parameter), name), parameter
 
     def _make_tier(self) -> Tier | None:
-        place = self._options.memory.offload
+        place = self.options.memory.offload
         if place is None:
             return None
         if place is where.HOST:
@@ -169,7 +163,7 @@ class Pipeline(OfOneProcess):
 
     def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""
-        for found in _C.program_edges(program):
+        for found in edges_of(program):
             if self.rank in (found.source_rank, found.destination_rank):
                 edge, receiver = _edge_of(found), self.rank == found.destination_rank
                 text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
@@ -208,16 +202,10 @@ class Pipeline(OfOneProcess):
             cache: of keys and values.
             fills: whether W runs in waits.
         """
-        ends = [self._ends.get(_edge_of(edge)) for edge in _C.program_edges(program)]
-        is_thread = self.group.is_thread
-        executor = _C.executor_create(
-            program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
-        )
-        if self.gpu is not None:
-            _C.executor_set_device(executor, self.gpu)
-        if self.tier is not None:
-            _C.executor_set_tier(executor, self.tier.handle)
-        return executor
+        ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
+        group, tier = self.group.group, None if self.tier is None else self.tier.handle
+        order = program, self.rank, group, cache, ends, self.group.is_thread
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, tier)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +219,8 @@ class Pipeline(OfOneProcess):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Around a step: there is one at a time."""
-        self.check_idle()
+        if self._closed or self._running:
+            self.check_idle()
         self._running, self.thread = True, threading.get_ident()
         try:
             yield
@@ -258,7 +247,7 @@ class Pipeline(OfOneProcess):
         self.group.close()
 
 
-def _edge_of(found: _C.ProgramEdge) -> Edge:
+def _edge_of(found: ProgramEdge) -> Edge:
     return Edge(found.source_stage, found.destination_stage, found.channel)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seq1f1b.attention.unit import LiveUnit, as_message, current, enter
+from seq1f1b.attention.unit import LiveUnit, current, enter
 from seq1f1b.engine.compiled import is_compiled_whole
 from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.engine.options import Options, check_share
 from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.nested import tensors_of
+from seq1f1b.nested import digest, tensors_of
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -37,6 +37,8 @@ _generators = threading.RLock()  # torch's default ones belong to the whole proc
 
 class Recomputing(Part):
     """Runs a stage again for the units whose F is to keep its arguments alone: F without a graph, and R."""
+
+    serves = "R"
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
         self._checks, self._device = options.memory.check, stage.device
@@ -146,19 +148,6 @@ class Kept:
         return output.detach().requires_grad_(may)
 
 
-def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """The shape, the dtype and two sums over the bytes of each tensor; one sum weighs bytes by their places.
-
-    What differs in a bit, or in the order of its values, has another.
-    """
-    found = []
-    for tensor in tensors:
-        data = as_message(tensor.detach()).reshape(-1).view(torch.uint8).to(torch.int64)
-        places = torch.arange(data.numel(), device=data.device) % 8191 + 1
-        found.append((tuple(tensor.shape), tensor.dtype, int(data.sum()), int((data * places).sum())))
-    return found
-
-
 def one_at_a_time(run: _Run) -> _Run:
     """For ranks that are threads: no other thread draws random numbers between F's, or between R's."""
 
@@ -183,7 +172,7 @@ class BlockRecomputing(Part):
     """
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        self.modules: Sequence[nn.Module] = ()
+        self.is_idle = options.memory.blocks is None
         if options.memory.blocks is None:
             return
         module: Any = without_wrapper(stage.module)  # type: ignore[arg-type]
@@ -199,7 +188,7 @@ class BlockRecomputing(Part):
                 f"Memory.blocks: {name!r} of stage {self.index} is a {type(found).__name__}, must be a ModuleList, a "
                 "ModuleDict or a Sequential"
             )
-        self.modules = [*found.children()]
+        self.modules: Sequence[nn.Module] = [*found.children()]
         path = name.split(".")
         around = [".".join(path[:n]) for n in range(len(path))]
         for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
@@ -213,7 +202,7 @@ class BlockRecomputing(Part):
         self._count = 0  # in all units
         return bool(self.modules) and step.arguments.training
 
-    def begin(self, unit: LiveUnit) -> None:
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
         """Says how many blocks the unit's backward computes again."""
         share, m, s = self.share, unit.microbatch, unit.segment
         if unit.cell in self._step.order.recomputed:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from array import array
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +13,21 @@ from torch import Tensor, nn
 
 from seq1f1b import _C
 from seq1f1b.above import above
-from seq1f1b.attention.carry import inside_step
+from seq1f1b.attention.causal import inside_step
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
-from seq1f1b.engine.gradients import StepGradients, growing_wide
+from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.order import RankOrder, Setting, build, with_options
+from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
 from seq1f1b.engine.parts import Constants, Part
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
-from seq1f1b.engine.replicas import data_parallel, without_wrapper
+from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.splitting import sequence_length
 from seq1f1b.engine.stage import Stage
@@ -97,6 +96,9 @@ class Runner:
         self.activations: dict[int, Activations] = {}  # by stage, where they were measured
         self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
         self._has_had_rows, self._epoch = False, 0  # the group's
+        self._executor: Any = None  # of the units that run
+        self._bare = pipeline.bare_modules()
+        self._unreduced = [module for _, module in pipeline.placed_modules() if data_parallel(module) is None]
         self._is_measured = False  # whether the last step was a plain training step
         self.tuner: Any = None
         if not is_tuned:
@@ -138,7 +140,9 @@ class Runner:
         key = training, of_rows, None if rows is not None else self.setting
         found = self.orders.pop(key, None)
         if found is None:
-            schedule = self._schedule_of(counts, parents, plan)
+            schedule = self.setting.schedule
+            if counts is not None:
+                schedule = schedule_of_rows(counts, parents, plan, self.build, self.pipeline, self.setting.options)
             schedule = schedule if training else schedule.forward_only()
             program = self.pipeline.lower(schedule)
             executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
@@ -147,45 +151,6 @@ class Runner:
                 del self.orders[next(iter(self.orders))]
         self.orders[key] = found
         return found
-
-    def _schedule_of(
-        self,
-        counts: tuple[int, ...] | None,
-        parents: tuple[tuple[int, ...], ...] | None,
-        plan: PlannedRows | None,
-    ) -> Schedule:
-        """The order of a step, with what the options add. It runs over the edges that are open.
-
-        Args:
-            counts: segments of every micro-batch in a step of rows.
-            parents: what these follow; None: chains.
-        """
-        pipeline = self.pipeline
-        if counts is None:
-            return self.schedule
-        if plan is not None:
-            schedule = plan.schedule
-            if schedule.segments_of != counts:
-                raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
-            if schedule.parents != parents:
-                raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
-            schedule.check()
-        elif self.build is None:
-            raise ValueError(
-                "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
-            )
-        else:
-            schedule = build(self.build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
-            if schedule.parents != parents:
-                raise ValueError(
-                    f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
-                    f"step's are {parents}: let it hand parents= to build_schedule"
-                )
-        found = (schedule.num_ranks, schedule.rank_of_stage)
-        expected = (pipeline.num_ranks, pipeline.rank_of_stage)
-        if found != expected:
-            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
-        return with_options(schedule, self.options, pipeline.device)
 
     def settle(self, arguments: StepArguments) -> None:
         """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
@@ -200,71 +165,91 @@ class Runner:
         Returns:
             losses, and the outputs of the M micro-batches if asked for.
         """
+        group = self.pipeline.group
         with self.pipeline.in_use():
-            executor = None  # once the units have begun
+            self._executor = None  # once the units have begun
             try:
                 with ExitStack() as around:
-                    # 1. What failed since this rank's last step; what it was given: an order, and a batch.
-                    self.pipeline.group.enter()
-                    for stage in self.stages.values():
-                        around.callback(stage.end_step)
-                    for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
-                        around.callback(parallel.end_step)
-                        parallel.begin_step()
-                    if arguments.rows is not None:
-                        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
-                        arguments = replace(arguments, rows=rows, trees=trees)
-                    number = None
-                    if self.tuner is not None and arguments.rows is None:
-                        number = self.pipeline.group.begin_step(arguments.training)  # ranks talk from here on
-                        self.setting = self._tuned(self.tuner, arguments)
-                    self._is_measured = False
-                    order = self.order(arguments.training, arguments.rows, arguments.trees, arguments.plan)
-                    # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
-                    self.pipeline.group.set_limits(self.options.limits.longest)
-                    batch = Batch(replace(arguments, divides=self.divides), self.options, self.pipeline)
-                    batch.check()
-                    if arguments.training and not self._known_shapes:
-                        _import_backward()
-                    step = Step(batch, order, self.options, self.stages, self.pipeline, self._known_shapes)
-                    around.callback(step.end)
-                    # 2. All ranks have come, with the same.
-                    number = self._meet(arguments, order, number)
-                    if arguments.training:
-                        step.share_weights()
-                    # 3. The units, and what surrounds them all.
-                    if self.pipeline.tier is not None:
-                        around.callback(self.pipeline.tier.reset)
-                    gradients = self._step_gradients(arguments.gradient_divisor) if arguments.training else None
-                    if gradients is not None:
-                        around.enter_context(gradients.apart())
-                        batch.gradients = gradients
-                    executor = order.executor
-                    seconds = self._run_units(step, order, number)
-                    executor = None  # a look's error is no unit's
-                    step.look_back()
-                    executor = order.executor
-                    if arguments.training and self.pipeline.num_ranks > 1:
-                        self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
-                    # 4. Gradients, where they start anew after all units.
-                    losses = step.losses() if arguments.training else []  # an error in them adds nothing
-                    factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
-                    step.finish(factor)
-                    if gradients is not None:
-                        self.pipeline.tied.end_step(gradients)
-                        gradients.end(factor)
-                self.pipeline.group.end_step(failed=False)
+                    step, losses, number, seconds = self._run(arguments, around)
+                group.end_step(failed=False)
             except BaseException as error:
-                told = self._end_failed_step(error, executor)
-                self.pipeline.group.mark(told)
+                told = self._end_failed_step(error, self._executor)
+                group.mark(told)
                 if told is error:
                     raise
                 raise told from error
-        # 5. What the step leaves behind.
-        self._record(step, order, number, seconds)
+        self.last_step = record = step.record(number, seconds)
+        if step.batch.is_new:
+            self._keep(record)
+        schedule = record.order.schedule
+        self._is_measured = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
+
+    def _run(self, arguments: StepArguments, around: ExitStack) -> tuple[Step, list[Tensor], int, float]:
+        """The phases of a step, in which an error of any rank ends it on all.
+
+        Args:
+            around: what is entered or called back when the step leaves.
+        Returns:
+            the step, its losses where it trains, its number, and the seconds that its units took.
+        """
+        pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
+        # 1. What failed since this rank's last step; what it was given: an order, and a batch.
+        group.enter()
+        for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
+            around.callback(parallel.end_step)
+            parallel.begin_step()
+        if arguments.rows is not None:
+            rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
+            arguments = replace(arguments, rows=rows, trees=trees)
+        number = None
+        if self.tuner is not None and arguments.rows is None:
+            number = group.begin_step(training)  # ranks talk from here on
+            self.setting = self._tuned(self.tuner, arguments)
+        self._is_measured = False
+        order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
+        options = self.setting.options
+        # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
+        group.set_limits(options.limits.longest)
+        batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
+        batch.check()
+        if training and not self._known_shapes:
+            import_backward()
+        step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
+        around.callback(step.end)
+        if batch.length:
+            step.learn(batch.length)
+        # 2. All ranks have come, with the same.
+        number = self._meet(arguments, order, number)
+        if training and group.size > 1 and (arguments.loss_weight is not None or batch.by_targets):
+            step.share_weights()
+        # 3. The units, and what surrounds them all.
+        if pipeline.tier is not None:
+            around.callback(pipeline.tier.reset)
+        if training:
+            batch.gradients = self._step_gradients(arguments.gradient_divisor)
+            around.enter_context(batch.gradients.apart())
+        self._executor = order.executor
+        seconds = self._run_units(step, order, number)
+        if batch.is_new:
+            self._executor = None  # a look's error is no unit's
+            step.look_back()
+            self._executor = order.executor
+        if training and group.size > 1:
+            group.finish_units(pipeline.rank_of_stage[0])
+        # 4. Gradients, where they start anew after all units.
+        losses = step.losses() if training and pipeline.has_last else []  # an error in them adds nothing
+        factor = self._divide(step) if training and self.divides is not False else 1.0
+        if batch.leaves.pairs:
+            batch.leaves.propagate(factor)
+        if pipeline.has_last:
+            step.tell_of_counts()
+        if batch.gradients is not None:
+            pipeline.tied.end_step(batch.gradients)
+            batch.gradients.end(factor)
+        return step, losses, number, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
         """The setting of a plain step, or of an evaluation. Collective."""
@@ -292,16 +277,19 @@ class Runner:
         number = group.begin_step(arguments.training) if number is None else number
         if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
             self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
-        self.pipeline.agreement.check()
+        if self.pipeline.agreement.checked_in != group.epoch:
+            self.pipeline.agreement.check()
         # Plain steps between those of rows are compared, too.
         if arguments.rows is not None or self._has_had_rows or is_after_failure:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
-        self.pipeline.tied.check()
-        look_at_batches(samples)
+        if self.pipeline.tied.has_lists:
+            self.pipeline.tied.check()
+        if samples:
+            look_at_batches(samples)
         # With one segment the loss itself may shift them.
-        if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
+        if samples and self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
             look_at_targets(samples)
         return number
 
@@ -309,6 +297,7 @@ class Runner:
         """Returns the seconds that all units took."""
         pipeline = self.pipeline
         run, place_views = step.run, pipeline.group.place_views
+        on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
         if pipeline.device.type == "cuda":
             run = in_ranges(run, order.texts)
         if pipeline.device_edges is not None:
@@ -320,7 +309,10 @@ class Runner:
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.num_cells, order.most_away)
         start = time.perf_counter()
-        with inside_step(), step_on(pipeline.device), step.around_units():
+        with inside_step(), on_device, ExitStack() as around:
+            step.around = around
+            if step.has_parts:
+                step.surround(around)
             _C.executor_step(
                 order.executor,
                 number,
@@ -356,24 +348,12 @@ class Runner:
             )
         return float(last[1])
 
-    def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
-        self._known_shapes.add((step.batch.training, step.batch.length, self.options.num_segments))
-        self._is_measured = step.batch.training and order.schedule.rows is None and order.schedule is self.schedule
-        figures = step.figures()
-        self.activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
-        self.look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
-        self.last_step = StepRecord(
-            training=step.batch.training,
-            number=number,
-            sizes=step.batch.sizes,
-            siblings=step.batch.siblings,
-            length=step.batch.length,
-            seconds=seconds,
-            order=order,
-            figures=figures,
-            logit_bytes=step.logit_bytes(),
-            tokens=step.batch.num_tokens if self.pipeline.has_first else 0,
-        )
+    def _keep(self, record: StepRecord) -> None:
+        """Notes what the first step of a shape alone has measured."""
+        self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
+        for index, own in record.figures.items():
+            self.activations |= {index: own["activations"]} if "activations" in own else {}
+            self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
 
     def _check_clock(self) -> None:
         pipeline = self.pipeline
@@ -398,12 +378,12 @@ class Runner:
 
     def _step_gradients(self, divisor: int) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
-        modules = [module for _, module in self.pipeline.placed_modules()]
-        dtype, wide = self.options.grad_dtype, dict[int, nn.Parameter]()
-        for module in modules if dtype is not None else ():
-            wide |= growing_wide(module) if data_parallel(module) is None else {}
-        apart = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
-        own = [p for m in modules for p in without_wrapper(m).parameters()]
+        dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
+        for module in self._unreduced if dtype is not None else ():
+            wide |= growing_wide(module)
+        tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
+        apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
+        own = [p for module in self._bare for p in module.parameters()]
         if self.divides is not False:
             apart |= {id(p): p for p in own}
         return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
@@ -425,11 +405,3 @@ class Runner:
             group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
         group.end_step(failed=True)
         return found
-
-
-def _import_backward() -> None:
-    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
-
-    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
-    """
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")

@@ -45,13 +45,12 @@ class WeightGradients(Part):
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
         self._layers: dict[nn.Module, Layer] = {}
+        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
+        self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
+        self.serves = "" if self._may_add else "W"
 
     def start(self, step: StageStep) -> bool:
-        stage = step.stage
-        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
-        self.adds = (
-            step.arguments.training and not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
-        )
+        self.adds = self._may_add and step.arguments.training
         self.left: dict[int, int] = {}
         self.added: dict[int, int] = {}
         self._held: dict[int, bool] = {}  # whether somebody holds the node of a weight, by the weight's id
@@ -59,7 +58,7 @@ class WeightGradients(Part):
         return bool(step.order.split) or self.adds
 
     def passes(self) -> Mapping[str, Pass]:
-        return {"W": self.weight}
+        return {"W": self.weight, "fill": self.fill}
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
@@ -89,8 +88,9 @@ class WeightGradients(Part):
             self._held.clear()
             self._casts.clear()
 
-    def begin(self, unit: LiveUnit) -> None:
-        if unit.cell in self._step.order.split:
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
+        """Gives a unit whose backward is I and W its tape."""
+        if not unit.is_again and unit.cell in self._step.order.split:
             unit.tape = Tape()
 
     def weight(self, cell: int, received: Received) -> None:
@@ -105,8 +105,8 @@ class WeightGradients(Part):
         if parallel is not None and (is_left or is_last):
             parallel.after_weight(is_last)
 
-    def fill(self, cell: int) -> bool:
-        """Runs one product of W(m.s), whose I has run; returns whether any is left."""
+    def fill(self, cell: int, received: Received) -> bool:
+        """Runs one product of W(m.s) while the rank waits; its I has run. Returns whether any is left."""
         tape = self._step.units[cell].tape
         is_left = tape is not None and tape.run_next()
         if self._step.stage.parallel is not None and not is_left:

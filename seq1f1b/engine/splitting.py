@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from seq1f1b.nested import mapped, taken_apart, tensors_of
+from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.partition import ModelShape, partition_sequence
 
 Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
@@ -28,24 +30,8 @@ class Segment:
     length: int
 
 
-def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
-    """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated."""
-
-    def cut(tensor: Tensor, name: str) -> list[Any]:
-        if tensor.dim() == 0:
-            return [tensor] * num_microbatches
-        size = tensor.size(0)
-        if size == 0:
-            raise ValueError(f"{name} has batch size 0")
-        if size % num_microbatches:
-            raise ValueError(
-                f"{name} has batch size {size}, which {num_microbatches} micro-batches do not divide; pass a list of "
-                f"{num_microbatches} micro-batches of one size instead"
-            )
-        return list(torch.split(tensor, size // num_microbatches))
-
-    return taken_apart(value, num_microbatches, name, cut)
-
+Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]] | None"
+"""What an engine was given as ``segment_sizes``."""
 
 TokenPart: TypeAlias = tuple[int, int]
 """(rank, size) among the ranks that each hold an equal part of every segment's tokens; (0, 1): all of them."""
@@ -61,19 +47,15 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: 
                 f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens to split into "
                 "segments"
             )
-        return list(torch.split(tensor, part_sizes(sizes, part), dim)[part[0] :: part[1]])
+        return list(torch.split(tensor, own, dim)[part[0] :: part[1]])
 
+    own = list(sizes) if part[1] == 1 else part_sizes(sizes, part)
     return taken_apart(value, len(sizes), name, cut)
 
 
 def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
     """Tokens of every part of every segment, in the order of the sequence."""
     return [size // part[1] for size in sizes for _ in range(part[1])]
-
-
-def check_count(value: Any, num_microbatches: int, name: str) -> None:
-    if isinstance(value, list) and len(value) != num_microbatches:
-        raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
 
 
 def check_equal_batches(inputs: Any) -> None:
@@ -89,12 +71,46 @@ def check_equal_batches(inputs: Any) -> None:
             )
 
 
+def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], list[Any]]) -> list[Any]:
+    """So many parts of a value, where ``cut`` makes those of a tensor.
+
+    Tuples and dicts become tuples and dicts of parts, and anything else is repeated.
+
+    Args:
+        name: of the value, for errors of ``cut``.
+    """
+    if isinstance(value, Tensor):
+        return cut(value, name)
+    if isinstance(value, tuple):
+        each = [taken_apart(item, count, name, cut) for item in value]
+        return [tuple(parts[i] for parts in each) for i in range(count)]
+    if isinstance(value, dict):
+        named = {key: taken_apart(item, count, f"{name}[{key!r}]", cut) for key, item in value.items()}
+        return [{key: parts[i] for key, parts in named.items()} for i in range(count)]
+    return [value] * count
+
+
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
-    """A list is M micro-batches already; a tensor or tuple is the whole batch."""
-    if isinstance(value, list):
-        check_count(value, num_microbatches, name)
-        return value
-    return split_batch(value, num_microbatches, name)
+    """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated. A list is M already."""
+
+    def cut(tensor: Tensor, name: str) -> list[Any]:
+        if tensor.dim() == 0:
+            return [tensor] * num_microbatches
+        size = tensor.size(0)
+        if size == 0:
+            raise ValueError(f"{name} has batch size 0")
+        if size % num_microbatches:
+            raise ValueError(
+                f"{name} has batch size {size}, which {num_microbatches} micro-batches do not divide; pass a list of "
+                f"{num_microbatches} micro-batches of one size instead"
+            )
+        return list(torch.split(tensor, size // num_microbatches))
+
+    if not isinstance(value, list):
+        return taken_apart(value, num_microbatches, name, cut)
+    if len(value) != num_microbatches:
+        raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
+    return value
 
 
 def sequence_length(inputs: Any, dim: int) -> int:
@@ -111,6 +127,7 @@ def sequence_length(inputs: Any, dim: int) -> int:
     return int(first.size(dim))
 
 
+@dataclass
 class Leaves:
     """Arguments that require grad: units see leaves, whose summed gradients are propagated once at the step's end.
 
@@ -118,8 +135,7 @@ class Leaves:
     arguments that come from one graph: all of them are propagated together.
     """
 
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def replace(self, value: Any) -> Any:
         """The value with a leaf in place of each tensor that requires grad."""
@@ -128,29 +144,22 @@ class Leaves:
             if not tensor.requires_grad:
                 return tensor
             leaf = tensor.detach().requires_grad_()
-            self._pairs.append((tensor, leaf))
+            self.pairs.append((tensor, leaf))
             return leaf
 
+        if isinstance(value, Tensor):
+            return leaf_of(value) if value.requires_grad else value
         return mapped(value, leaf_of) if any(tensor.requires_grad for tensor in tensors_of(value)) else value
 
     def propagate(self, factor: float = 1.0) -> None:
         """factor: by which the gradients are multiplied; 0: they are nothing, even if they are not finite."""
-        reached = [(value, leaf.grad) for value, leaf in self._pairs if leaf.grad is not None]
-        self._pairs.clear()
+        reached = [(value, leaf.grad) for value, leaf in self.pairs if leaf.grad is not None]
+        self.pairs.clear()
         if reached:
             values, gradients = zip(*reached, strict=True)
             if factor != 1.0:
                 gradients = tuple(g * factor if factor else torch.zeros_like(g) for g in gradients)
             torch.autograd.backward(values, gradients)
-
-
-def split_inputs(inputs: Any, rows: Sequence[Sequence[int]], dim: int, part: TokenPart) -> list[list[tuple[Any, ...]]]:
-    """Positional arguments of the first stage, per micro-batch and segment. rows: tokens of the segments of each."""
-    units = []
-    for m, microbatch in enumerate(microbatches(inputs, len(rows), "inputs")):
-        arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-        units.append(split_sequence(arguments, rows[m], dim, f"inputs of micro-batch {m}", part))
-    return units
 
 
 def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = False) -> None:
@@ -196,7 +205,7 @@ def split_kwargs(
         per_microbatch = microbatches(kwargs, len(rows), "kwargs")
     else:
         kwargs = kwargs or {}
-        per_microbatch = [{**kwargs, **part} for part in split_batch(_sliced(kwargs, rules), len(rows), "kwargs")]
+        per_microbatch = [{**kwargs, **part} for part in microbatches(_sliced(kwargs, rules), len(rows), "kwargs")]
     found = []
     for m, (own, sizes) in enumerate(zip(per_microbatch, rows, strict=True)):
         begins = [0, *accumulate(sizes)] if positions is None else positions(m)
@@ -211,3 +220,48 @@ def split_kwargs(
 
 def _sliced(kwargs: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+
+
+# -- sizes of segments -------------------------------------------------------------------------------------------------
+
+
+_partition = lru_cache(64)(partition_sequence)
+
+
+def segment_sizes(
+    choice: Sizes, length: int, num_segments: int, num_parts: int, documents: tuple[int, ...] | None
+) -> list[int]:
+    """Tokens of the segments of a sequence of ``length`` tokens.
+
+    Args:
+        choice: as an engine was given it.
+        num_parts: ranks that share the tokens of each segment.
+        documents: lengths of packed documents, for a ``ModelShape``; None: the sequence is one.
+    Raises:
+        ValueError: the sequence is too short, or what was chosen is for another one.
+    """
+    if length < num_segments:
+        raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {num_segments}")
+    if choice is None:
+        sizes = _partition(length, num_segments, strategy="even", multiple_of=num_parts)
+    elif isinstance(choice, ModelShape):
+        sizes = _partition(length, num_segments, model=choice, documents=documents, multiple_of=num_parts)
+    elif isinstance(choice, Mapping):
+        if length not in choice:
+            known = ", ".join(map(str, sorted(choice)))
+            raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
+        sizes = list(choice[length])
+    elif callable(choice):
+        sizes = list(choice(length))
+    else:
+        sizes = list(choice)
+        if sum(choice) != length:
+            raise ValueError(f"segment_sizes sum to {sum(choice)} tokens, the sequence has {length}")
+    for s, size in enumerate(sizes):
+        if size % num_parts:
+            raise ValueError(
+                f"segment {s} has {size} tokens, which the {num_parts} ranks of sequence_parallel= do not divide: "
+                f"pad the sequence of {length} tokens to a multiple of {num_parts}, and give segment_sizes of "
+                f"partition_sequence(multiple_of={num_parts})"
+            )
+    return list(sizes)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import by_paths
+from seq1f1b.engine.ends import Sink, Source
 from seq1f1b.engine.findings import Findings
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import StageOrder
-from seq1f1b.engine.parts import Part, Pass, Received, Sink, Source, hooks
+from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.nested import tensors_of
 
@@ -58,22 +59,15 @@ class Stage:
         self.findings = Findings(options.attention, tells=tells)
         self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
-        self.features = [make(self, options, pipeline.tier) for make in features]
-
-    def end_step(self) -> None:
-        """After a step, or an error in it: units go with the step."""
-        for feature in self.features:
-            feature._step = None
+        # Ddp or Fsdp of the module and of the head, as far as they are wrapped.
+        self.wrappers: list[Any] = [each for each in (self.parallel, self.head_parallel) if each is not None]
+        every = [make(self, options, pipeline.tier) for make in features]
+        self.features = [feature for feature in every if not feature.is_idle]
 
     @property
     def modules(self) -> list[nn.Module]:
         """The stage's module, and its loss if that is a module."""
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
-
-    @property
-    def wrappers(self) -> list[Any]:
-        """Ddp or Fsdp of the module and of the head, as far as they are wrapped."""
-        return [parallel for parallel in (self.parallel, self.head_parallel) if parallel is not None]
 
     @property
     def gradient_divisor(self) -> float | None:
@@ -99,6 +93,9 @@ class StageStep:
         auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
     """
 
+    _source: Any = None  # from connect on
+    _sink: Any = None
+
     def __init__(
         self,
         stage: Stage,
@@ -112,68 +109,58 @@ class StageStep:
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
-        self.parts = []
+        self.parts: list[Part] = []
         for part in stage.features:
-            part._step = self
-            if part.start(self):
-                self.parts.append(part)
+            is_served = not part.serves or not order.kinds.isdisjoint(part.serves)
+            if is_served and (not part.needs or getattr(arguments, part.needs)):
+                part._step = self
+                if part.start(self):
+                    self.parts.append(part)
         self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
 
-    def connect(self, source: Source, sink: Sink) -> None:
-        """Says where the stage's inputs come from, and where its outputs go."""
-        self._connect([*self.parts, sink], source, sink)
+    def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
+        """Says where the stage's inputs come from, and where its outputs go.
 
-    def _connect(self, parts: list[Part], source: Source, sink: Sink) -> None:
+        Returns:
+            the function that runs a unit of the stage, by the letter of its pass.
+        """
         self._source, self._sink = source, sink
-        self._begin, self._around, self._returned = (hooks(parts, name) for name in ("begin", "around", "returned"))
-        self._end, self._fill = hooks(parts, "end"), hooks(parts, "fill")
-        self._before, self._after = hooks(parts, "before_backward"), hooks(parts, "after_backward")
-
-    def passes(self) -> dict[str, Pass]:
-        """The function that runs a unit of the stage, by the letter of its pass."""
-        found: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
+        # A hook that no part has costs nothing.
+        self._around = [part.around for part in self.parts if type(part).around is not Part.around]
+        self._returned = [part.returned for part in self.parts if type(part).returned is not Part.returned]
+        passes: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
         for part in self.parts:
-            found |= part.passes()
-        return found
-
-    def fill(self, cell: int) -> bool:
-        """Runs one product of W of a cell, whose I has run; returns whether any is left."""
-        return any(fill(cell) for fill in self._fill)
-
-    def look_back(self) -> None:
-        """After the last unit, once nothing surrounds the units any more."""
-        for part in self.parts:
-            part.look_back()
+            passes |= part.passes()
+        return passes
 
     def end(self) -> None:
         """After the last unit, or an error. Units go with the step: nothing that it holds may hold it."""
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
-        self.parts, self.measure = [], None
-        self._connect([], Source(), Sink())
+        for part in self.stage.features:
+            part._step = None
+        self.parts, self._around, self._returned, self.measure = [], [], [], None
+        self._source = self._sink = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, cell: int, received: Received) -> tuple[Tensor, ...] | None:
         """F(m.s). Returns what crosses to another stage."""
-        m, s, is_last = self.order.places[cell]
-        training, units = self.arguments.training, self.units
-        parent = self.order.parents[cell]
-        unit = LiveUnit(self.stage.index, m, s, cell, training, units[parent] if s else None)
+        order, arguments, units = self.order, self.arguments, self.units
+        m, s, is_last = order.places[cell]
+        unit = LiveUnit(self.stage.index, m, s, cell, arguments.training, units[order.parents[cell]] if s else None)
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
-        if self.order.num_children is not None:
-            unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
-        if self.arguments.num_parts:  # a chain may end in siblings
-            unit.num_parts = self.arguments.num_parts[cell]
+        if order.num_children is not None:
+            unit.of_tree, unit.num_waiting = True, order.num_children[cell]
+        if arguments.num_parts:  # a chain may end in siblings
+            unit.num_parts = arguments.num_parts[cell]
             unit.of_tree |= unit.num_parts > 1
-        for begin in self._begin:
-            begin(unit)
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
         enter(unit)
         result = self.run(unit, inputs)
-        for end in self._end:
-            end(unit)
-        if not training:  # no backward follows: only what follows the segment reads what was carried out
+        if self._sink.end is not None:
+            self._sink.end(unit)
+        if not arguments.training:  # no backward follows: only what follows the segment reads what was carried out
             if unit.previous is not None and not unit.previous.waits_for_others():
                 unit.previous.forget()
             carried_out = None if is_last else unit.carried_out
@@ -182,39 +169,39 @@ class StageStep:
         return result
 
     def run(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        """The module, and what becomes of its output: in F and in R."""
-        if not self._around:
-            return self._compute(unit, inputs)
+        """Runs the module, and gives its output to the sink: in F and in R."""
         with ExitStack() as stack:
             for around in self._around:
                 context = around(unit, inputs)
                 if context is not None:
                     stack.enter_context(context)
-            return self._compute(unit, inputs)
+            kwargs = {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
+            if self.arguments.paths:
+                output = self._run_paths(unit, inputs, kwargs)
+            else:
+                output = self._module(*inputs, **kwargs)
+            if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
+                unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
+            for returned in self._returned:
+                returned(unit, output)
+            sent: tuple[Tensor, ...] | None = self._sink.take(unit, output)
+            return sent
 
-    def _compute(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        kwargs = self.kwargs_of(unit)
-        if self.arguments.paths:
-            paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
-            dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
-            output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
-            if unit.auxiliary and len(paths) > 1:
-                raise ValueError(
-                    "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
-                    "share; verify a step of rows"
-                )
-        else:
-            output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
-        if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
-            unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
-        for returned in self._returned:
-            returned(unit, output)
-        return self._sink.take(unit, output)
+    def _run_paths(self, unit: LiveUnit, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module on each path of a tree alone, for a unit that is a whole micro-batch."""
+        paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
+        dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
+        output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+        if unit.auxiliary and len(paths) > 1:
+            raise ValueError(
+                "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
+                "share; verify a step of rows"
+            )
+        return output
 
     def kwargs_of(self, unit: LiveUnit) -> Mapping[str, Any]:
         """The unit's keyword arguments."""
-        given = self.arguments.kwargs
-        return given[unit.cell] if given is not None else _NO_KWARGS
+        return {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -226,20 +213,19 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = unit.start(gradients, self._auxiliary_seeds)
         enter(unit)
-        for before in self._before:
-            before(unit)
+        if unit.tape is not None:
+            unit.tape.is_open = True
+        if unit.away is not None:
+            unit.away.back()
         if roots and self._parallel is None:
             torch.autograd.backward(roots, seeds)
-        elif roots:
-            assert self._parallel is not None
+        elif self._parallel is not None and roots:
             with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
                 torch.autograd.backward(roots, seeds)
-        unit.carry_back()
-        for after in self._after:
-            after(unit, received)
-        returned = self._source.give_back(unit)
+        if unit.carried_in is not None:
+            unit.carry_back()
+        for part in self.parts:
+            part.after_backward(unit, received)
+        returned = None if self._source.give_back is None else self._source.give_back(unit)
         unit.forget()
         return returned
-
-
-_NO_KWARGS: Mapping[str, Any] = {}

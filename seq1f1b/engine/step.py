@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -15,16 +15,16 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
 from seq1f1b.engine.documents import count_documents
-from seq1f1b.engine.ends import FromStage, ToStage
+from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
 from seq1f1b.engine.loss import ToLoss
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder
-from seq1f1b.engine.parts import Pass, Received, Sink, Source
+from seq1f1b.engine.parts import Pass, Received
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import one_at_a_time
 from seq1f1b.engine.stage import Stage, StageStep
 from seq1f1b.engine.vocabulary_step import EmbeddingStep, HeadStep, ToHead
-from seq1f1b.engine.weighting import Weighting, by_targets, combine, divide
+from seq1f1b.engine.weighting import Weighting, combine, divide
 
 __all__: list[str] = []
 
@@ -103,15 +103,13 @@ class Step:
         self._weighting: Weighting | None = None
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
-        self._around: ExitStack | None = None  # the units, once they have begun
-        if batch.length:
-            self.learn(batch.length)
+        self._fills: dict[int, Pass | None] = {}  # by stage, what runs a piece of W
+        self.around: ExitStack | None = None  # left after the last unit, once units have begun
+        self.has_parts = False  # whether a part surrounds units, once they are known
 
     def share_weights(self) -> None:
         """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
         batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
-        if group.size == 1 or (arguments.loss_weight is None and not by_targets(self._options, arguments)):
-            return
         if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
             self.learn(length)
         assert self._weighting is not None
@@ -125,8 +123,9 @@ class Step:
 
     def fill(self, stage: int, cell: int) -> bool:
         """Runs a part of W while the executor waits; returns whether any is left."""
+        fill = self._fills.get(stage)
         with torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext():
-            return self._parts[stage].fill(cell)
+            return fill is not None and bool(fill(cell, None))
 
     def learn(self, length: int) -> list[int]:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
@@ -138,36 +137,34 @@ class Step:
             self._embedding.take(batch.inputs, batch.read)
         if self._head is not None and batch.targets is not None:
             self._head.check(batch.target, batch.read)
-        count_documents(batch.kwargs if batch.arguments.trees is None else None, batch.rows, batch.read)  # along chains
+        if batch.kwargs and "doc_ids" in batch.kwargs[0] and batch.arguments.trees is None:  # along chains
+            count_documents(batch.kwargs, batch.rows, batch.read)
         weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
             self._parts[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
         if self._last is not None and batch.targets is not None:
             weighting.weigh(self._last)
-        batch.read.read()
+        if batch.read.asked:
+            batch.read.read()
         for index, part in self._parts.items():
-            part.connect(self._source(index, part), self._sink(index, part))
-            self._passes[index] = self._passes_of(part)
-        if self._around is not None:
-            self._enter_parts()
+            self._connect(index, part, weighting)
+        self.has_parts = any(part.parts for part in self._parts.values())
+        if self.around is not None:
+            self.surround(self.around)
         return batch.sizes
 
-    def _source(self, index: int, part: StageStep) -> Source:
+    def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
+        """Gives a stage its source and its sink, and finds what runs each of its passes."""
+        source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
         if not part.stage.is_first:
-            return FromStage(self.batch.training, self._parts.get(index - 1))
-        return Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
-
-    def _sink(self, index: int, part: StageStep) -> Sink:
-        if not part.stage.is_last:
-            return ToStage(part, self._parts.get(index + 1))
-        assert self._weighting is not None
-        if self._head is not None:
-            return ToHead(part, self._head, self._weighting)
-        self._loss = ToLoss(part, self._weighting)
-        return self._loss
-
-    def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:
-        found = part.passes()
+            source = FromStage(self.batch.training, self._parts.get(index - 1))
+        sink: Sink = ToStage(part, self._parts.get(index + 1))
+        if part.stage.is_last and self._head is not None:
+            sink = ToHead(part, self._head, weighting)
+        elif part.stage.is_last:
+            sink = self._loss = ToLoss(part, weighting)
+        found = part.connect(source, sink)
+        self._fills[index] = found.pop("fill", None)
         draws_twice = self._order.recomputes or self._options.memory.blocks is not None
         for letter in "FBIWR" if draws_twice and part.stage.in_threads else "":  # ranks share torch's generators
             if letter in found:
@@ -178,29 +175,26 @@ class Step:
             if letter in found:
                 outside = torch.autocast(self._device.type, enabled=False)
                 found[letter] = outside(found[letter])
-        return tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
+        self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
-    @contextmanager
-    def around_units(self) -> Iterator[None]:
-        """Around all units of the step: what its parts change meanwhile, such as forwards of layers."""
-        with ExitStack() as self._around:
-            self._enter_parts()
-            yield
+    def surround(self, around: ExitStack) -> None:
+        """Enters what parts put around all units, such as forwards of layers, once they are known.
 
-    def _enter_parts(self) -> None:
-        """Once the units have begun and the parts are known, whichever comes last."""
-        assert self._around is not None
+        Args:
+            around: left after the last unit.
+        """
         for part in self._parts.values():
             others = [m for other in self._parts.values() if other is not part for m in other.stage.modules]
             for piece in part.parts:
                 context = piece.in_step(others)
                 if context is not None:
-                    self._around.enter_context(context)
+                    around.enter_context(context)
 
     def look_back(self) -> None:
         """After the last unit, once nothing surrounds the units any more: what only the first step of a shape needs."""
         for part in self._parts.values():
-            part.look_back()
+            for piece in part.parts:
+                piece.look_back()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
@@ -227,18 +221,9 @@ class Step:
             raise ValueError("loss_fn returned a loss that does not require grad, its input does")
         return found
 
-    def finish(self, factor: float) -> None:
-        """After the last unit: carries the summed gradients of arguments that require grad to where they come from.
-
-        Args:
-            factor: by which gradients of the step are multiplied.
-        """
-        self.batch.leaves.propagate(factor)
-        if (
-            self._weighting is not None
-            and self._last is not None
-            and not (self._loss is not None and self._loss.divides)
-        ):
+    def tell_of_counts(self) -> None:
+        """After the last unit, on the rank of the last stage: a word on means over unlike numbers of targets."""
+        if self._weighting is not None and not (self._loss is not None and self._loss.divides):
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
@@ -274,13 +259,29 @@ class Step:
         assert self._weighting is not None
         return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
 
-    def figures(self) -> dict[int, dict[str, Any]]:
-        """Figures for the report from the parts of this rank's stages, by stage."""
-        return {index: part.figures for index, part in self._parts.items()}
+    def record(self, number: int, seconds: float) -> StepRecord:
+        """Record of the step, once it has ended.
 
-    def logit_bytes(self) -> int:
-        """Most bytes of logits that this rank's shard of the vocabulary held at once."""
-        return 0 if self._head is None else self._head.peak_bytes
+        Args:
+            seconds: that all units took.
+        """
+        batch, tokens = self.batch, 0
+        if self._pipeline.has_first:
+            lengths = [size for row in batch.rows for size in row]
+            first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in batch.inputs or ()]
+            tokens = sum(len(sequences) * size for sequences, size in zip(first, lengths, strict=False))
+        return StepRecord(
+            training=batch.training,
+            number=number,
+            sizes=batch.sizes,
+            siblings=batch.siblings,
+            length=batch.length,
+            seconds=seconds,
+            order=self._order,
+            figures={index: part.figures for index, part in self._parts.items()},
+            logit_bytes=0 if self._head is None else self._head.peak_bytes,
+            tokens=tokens,
+        )
 
 
 def _missing(letter: str, cell: int, received: Received) -> Any:

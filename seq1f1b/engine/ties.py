@@ -59,7 +59,7 @@ class TiedParameters:
         # Pairs that are bit-equal and not listed, once the ranks have met.
         self.equal: list[str] | None = [] if is_alone else None
         self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
-        self._has_lists = False  # a module lists ties
+        self.has_lists = False  # a module lists ties
         # What each module lists, and its paths in the stage, by the module's id and the tie's name.
         self._known: dict[tuple[int, str], tuple[Any, list[str]]] = {}
         self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
@@ -85,7 +85,7 @@ class TiedParameters:
                 for path, parameter in root.named_parameters(remove_duplicate=False):
                     named.setdefault(id(parameter), []).append(path)
                 for part, listed in ((part, _listed(part)) for part in root.modules()):
-                    self._has_lists |= listed is not None
+                    self.has_lists |= listed is not None
                     for name, parameter in list((listed or {}).items()):
                         paths = named.get(id(parameter), [])
                         known, before = self._known.get((id(part), name), (None, paths))
@@ -100,12 +100,7 @@ class TiedParameters:
                             own.append(_copy(name, parameter, place, paths))
             self._copies, self._described, self._known = found, _described(found), listings
         except ValueError as error:
-            self._problem, self._has_lists = str(error), True
-
-    def _refresh(self) -> None:
-        """Looks whether modules that list ties hold or list other parameters now, or changed ones."""
-        if self._has_lists:
-            self._read()
+            self._problem, self.has_lists = str(error), True
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
@@ -113,7 +108,8 @@ class TiedParameters:
 
     def names(self) -> dict[int, str]:
         """Names that this rank's copies have in the whole model, by their ids."""
-        self._refresh()
+        if self.has_lists:
+            self._read()
         return {id(copy.parameter): name for name in sorted(self._copies, reverse=True) for copy in self._copies[name]}
 
     def counted_elsewhere(self) -> set[int]:
@@ -139,7 +135,8 @@ class TiedParameters:
             what all ranks told so; nothing where they have met before.
         """
         if self._met_in == self._group.epoch:
-            self._refresh()
+            if self.has_lists:  # whose modules may hold or list other parameters now, or changed ones
+                self._read()
             return []
         self._read()
         look = None if self.equal is not None else above("equal parameters")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.documents.rows import Rows
-from seq1f1b.engine.batch import Batch, StepArguments, StepRead
+from seq1f1b.engine.batch import Batch, StepRead
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.splitting import part_sizes, split_sequence
 from seq1f1b.nested import tensors_of
@@ -91,7 +91,7 @@ class Weighting:
         if total is not None:
             scale *= num_parts if divisor is None else divisor
             self.sum_seed = scale / total
-        elif by_targets(options, arguments):
+        elif self.batch.by_targets:
             total, scale = sum(map(sum, every)), scale * num_parts
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
                 # Every part counts all parts' targets, and so do the replicas of each.
@@ -135,18 +135,12 @@ class Weighting:
                 "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
                 "nothing to gradients"
             )
-        elif arguments.training and len(set(counts)) > 1 and says_nothing and not by_targets(options, arguments):
+        elif arguments.training and len(set(counts)) > 1 and says_nothing and not self.batch.by_targets:
             last.findings.say(
                 f"micro-batches count different numbers of targets, {min(counts):g} to {max(counts):g}, and the loss "
                 "is the mean of their means, in which a target among few weighs more. Give the engine "
                 'loss=Loss(weight="targets") for the mean over all targets, or "microbatches" if this is meant'
             )
-
-
-def by_targets(options: Options, arguments: StepArguments) -> bool:
-    """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
-    is_asked = options.loss.weight == "targets" or arguments.rows is not None
-    return is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
 
 
 def count_targets(

@@ -3,26 +3,30 @@ head at the end."""
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
-from seq1f1b.plan import Layout
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 
 __all__: list[str] = []
 
 _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the inputs of two products again
 
 
@@ -35,11 +39,11 @@ class StageKind(NamedTuple):
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit: activations, what of them stays until W, and what I adds to all of them."""
+    """Bytes of units, arrays: activations, what of them stays until W, and what I adds to all of them."""
 
-    saved: int
-    kept: int
-    added: int
+    saved: Any
+    kept: Any
+    added: Any
 
 
 class ByParts:
@@ -75,7 +79,7 @@ class ByParts:
     def __init__(
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
-        self.model, self.hardware, self.layout, self.layers, self.num_ranks = model, hardware, layout, layers, num_ranks
+        self.model, self.layout, self.layers, self.num_ranks = model, layout, layers, num_ranks
         self.layer_kinds, self.places = layers_of(model)
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
         of_stages = []
@@ -87,9 +91,29 @@ class ByParts:
         self.kinds = [self.stages.index(kind) for kind in of_stages]
         self.shards = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
-        self.message_bytes = model.hidden * hardware.element_bytes / self.shards
-        rows = [layer.keys / self.shards for layer in self.layer_kinds]
+        self._use(hardware)
+
+    def on(self, hardware: Hardware) -> Self:
+        """The same parts on another machine."""
+        other = copy.copy(self)
+        other._use(hardware)
+        return other
+
+    def _use(self, hardware: Hardware) -> None:
+        """Finds what depends on the machine and on no span."""
+        self.hardware, shards, model, layout = hardware, self.shards, self.model, self.layout
+        self.message_bytes = model.hidden * hardware.element_bytes / shards
+        rows = [layer.keys / shards for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
+        # Activations of one token and layer that recompute nothing, by kind of layer.
+        self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
+        # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
+        tile, self._pair_flops = hardware.head_tile, list[float]()
+        for layer in self.layer_kinds:
+            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
+            self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
+        # A loss apart from the head saves fp32 probabilities of each word.
+        self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / shards * 4
 
     # -- seconds
 
@@ -117,10 +141,10 @@ class ByParts:
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
             routed = hw.expert_exposed * moved / hw.link(e * self.shards)
-        collectives, collectives_back = (
-            hw.tensor_exposed * (count * (t - 1) / t * span.tokens / c * width) / hw.link(t) + routed
-            for count in (_COLLECTIVES, _COLLECTIVES_BACK)
-        )
+        collectives = collectives_back = routed
+        if t > 1:
+            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / hw.link(t)
+            collectives, collectives_back = _COLLECTIVES * each + routed, _COLLECTIVES_BACK * each + routed
         again = 0.0
         if layout.inside == "full":
             again = forward + collectives
@@ -137,12 +161,13 @@ class ByParts:
             fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
             fixed_back += fixed if layout.inside == "full" else 0.0
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
-            # Keys and values of the prefix that the ring's other devices hold: hidden as far as attention lasts.
-            seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-            ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
-            forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels) + np.maximum(0.0, ring - attention)
+            forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
-            back += np.maximum(0.0, 2 * ring - attention_back)
+            if c > 1:  # the ring's other devices hold keys and values of the prefix: hidden as far as attention lasts
+                seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
+                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
+                forward = forward + np.maximum(0.0, ring - attention)
+                back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
         forward, back = forward + collectives, back + collectives_back
         return PassSeconds(forward, back, weight, back + weight, forward)
@@ -163,16 +188,15 @@ class ByParts:
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
         split = 1 + self.hardware.split_backward_extra
-        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
-        ends = list(zip(embedding, head, factors, self.beyond, strict=True))
         found = []
         for counts, is_first, is_last in self.stages:
-            sums = [sum_of(counts, column) for column in zip(*layers, strict=True)]
-            each = [
-                (layer + is_first * begin + is_last * end) * factor + any(counts) * beyond + own
-                for layer, (begin, end, factor, beyond) in zip(sums, ends, strict=True)
-            ]
+            each = []
+            for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # of I and W, where the order splits a backward
+                whole = is_first * embedding[i] + is_last * head[i]
+                for count, layer in zip(counts, layers, strict=True):
+                    whole = whole + count * layer[i]
+                each.append(whole * factor + any(counts) * self.beyond[i] + own)
             found.append(PassSeconds(*each))
         return found
 
@@ -182,29 +206,20 @@ class ByParts:
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
-    @cached_property
-    def _pair_flops(self) -> list[float]:
-        """Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer."""
-        tile, found = self.hardware.head_tile, []
-        for layer in self.layer_kinds:
-            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
-            found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
-        return found
-
     # -- bytes
 
-    def held(self, tokens: int) -> list[UnitBytes]:
-        """Bytes that a unit holds beside the cache, by kind of its stage."""
+    def held(self, tokens: Any) -> list[UnitBytes]:
+        """Bytes that units of so many tokens hold beside the cache, arrays, by kind of their stage."""
         found, words = [], self._saved_logits
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes / self.shards
         for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
             head, of_gradients = (words * tokens, gradients * tokens) if is_last else (0.0, 0.0)
             whole = (saved * tokens + state + head, kept * tokens, left * tokens + of_gradients)
-            found.append(UnitBytes(*map(math.ceil, whole)))
+            found.append(UnitBytes(*map(whole_bytes, whole)))
         return found
 
-    def work(self, tokens: int) -> list[tuple[int, int]]:
-        """Most that F, and B or I, of a unit allocate for a while, by kind of its stage; empty if it is not known."""
+    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
+        """Most that F, and B or I, of units allocate for a while, by kind of their stage; empty if it is not known."""
         return []
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
@@ -214,23 +229,29 @@ class ByParts:
 
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
         """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
-        keys, gradients = zip(*self.cache_bytes, strict=True)
-        return sum_of(counts, [tokens * size for size in keys]), sum_of(counts, [tokens * size for size in gradients])
-
-    def counts_of(self, stage: int) -> tuple[int, ...]:
-        """Layers of each kind on a stage."""
-        return self.stages[self.kinds[stage]].counts
+        sizes = [
+            (n * (tokens * keys), n * (tokens * back)) for n, (keys, back) in zip(counts, self.cache_bytes, strict=True)
+        ]
+        keys, gradients = zip(*sizes, strict=True)
+        return sum(keys), sum(gradients)
 
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
-        m, h, layers = self.model, self.model.hidden, sum_of(self.counts_of(stage), self.layer_parameters)
-        if self.spreads:  # a shard of each, on the first stage of every rank
-            of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
-            return layers + (stage < self.num_ranks) * of_rank
-        ends = (stage == 0) + (stage + 1 == len(self.layers))
-        if m.tied and len(self.layers) == 1:
-            ends = 1
-        return layers + ends * h * m.vocab / self.layout.tensor
+        return self.stage_parameters[stage]
+
+    @cached_property
+    def stage_parameters(self) -> list[float]:
+        """The same of all stages."""
+        m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
+        words = m.hidden * m.vocab
+        for stage, kind in enumerate(self.kinds):
+            layers = sum(map(operator.mul, self.stages[kind].counts, self.layer_parameters))
+            ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
+            if self.spreads:  # a shard of each, on the first stage of every rank
+                found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
+            else:
+                found.append(layers + ends * words / tensor)
+        return found
 
     @cached_property
     def layer_parameters(self) -> list[float]:
@@ -249,11 +270,6 @@ class ByParts:
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
     @property
-    def _saved_logits(self) -> float:
-        """Bytes that a loss apart from the head saves of one token: fp32 probabilities."""
-        return 0.0 if self.layout.head_in_loss else self.model.vocab / self.shards * 4
-
-    @cached_property
     def _stage_bytes(self) -> list[tuple[float, ...]]:
         """Bytes by kind of stage, of all layers: what a token saves; what of that W reads; what I leaves beside it,
         gradients of q, k, v, gate, up and two outputs, and inputs that were computed again. And the state that a unit
@@ -270,11 +286,7 @@ class ByParts:
             of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
             of_kinds.append([x / self.shards for x in (*of_token, 4 * layer.state + e * layer.tail)])
         columns = list(zip(*of_kinds, strict=True))
-        return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
-
-    @cached_property
-    def _all_saved(self) -> list[float]:
-        return [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
+        return [tuple([sum(map(operator.mul, kind.counts, column)) for column in columns]) for kind in self.stages]
 
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
@@ -290,9 +302,50 @@ class ByParts:
         return saved
 
 
-def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
-    found: float = sum(map(operator.mul, counts, each))
-    return found
+def whole_bytes(size: Any) -> Any:
+    """Rounded up: a number, or an array."""
+    return np.ceil(size).astype(np.int64)
+
+
+def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
+    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
+    model.flops(0, seq_len)  # raises unless shape and length are sound
+    if num_stages < 1 or num_stages > model.layers:
+        raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
+    for name in ("tensor", "context", "expert", "data"):
+        degree = getattr(layout, name)
+        if degree < 1:
+            raise ValueError(f"{name} is {degree}, must be at least 1")
+    layers, _ = layers_of(model)
+    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
+        raise ValueError(
+            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
+        )
+    for degree, name, whole in (
+        *((layout.tensor, "tensor", layer.heads) for layer in layers),
+        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
+        (layout.expert, "expert", layout.data),
+    ):
+        if whole % degree != 0:
+            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
+    if layout.inside not in INSIDE:
+        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
+    if layout.vocabulary not in ("ends", "ranks"):
+        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
+    if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
+        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
+    if layout.layers is not None and (
+        len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
+    ):
+        raise ValueError(
+            f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
+            f"that sum to the model's {model.layers}"
+        )
+    documents = layout.documents
+    if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
+        raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------
@@ -317,6 +370,9 @@ class ByProfile(ByParts):
     ) -> None:
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
+
+    def _use(self, hardware: Any) -> None:
+        super()._use(hardware)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
         self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
         self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
@@ -339,16 +395,16 @@ class ByProfile(ByParts):
 
     # -- bytes
 
-    def held(self, tokens: int) -> list[UnitBytes]:
+    def held(self, tokens: Any) -> list[UnitBytes]:
         profile, found = self._profile, []
         head = None if self.layout.head_in_loss else profile.head
         for (layers,), is_first, is_last in self.stages:
             parts = ((layers, profile.layer), (is_first, profile.embedding), (is_last, head))
             units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
-            found.append(UnitBytes(*(math.ceil(sum(kind)) for kind in zip(*units, strict=True))))
+            found.append(UnitBytes(*(whole_bytes(sum(kind)) for kind in zip(*units, strict=True))))
         return found
 
-    def work(self, tokens: int) -> list[tuple[int, int]]:
+    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
         """F of a head in the loss goes back, too: it saves for a while, and no backward is left to the unit's B."""
         profile, found = self._profile, []
         for _, is_first, is_last in self.stages:
@@ -359,7 +415,7 @@ class ByProfile(ByParts):
             forward = [part.forward_workspace(tokens) for part in parts]
             if self.layout.head_in_loss and head is not None:
                 forward.append(backward.pop() + head.unit_bytes(tokens)[0])
-            found.append((math.ceil(max(forward)), math.ceil(max(backward))))
+            found.append((whole_bytes(reduce(np.maximum, forward)), whole_bytes(reduce(np.maximum, backward))))
         return found
 
     def standing_work(self, tokens: int, is_last: bool) -> float:

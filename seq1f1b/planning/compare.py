@@ -13,7 +13,7 @@ from typing import Any
 from seq1f1b.families import schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
-from seq1f1b.planning.case import STEPS
+from seq1f1b.planning.candidates import STEPS
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import Orders, families_named

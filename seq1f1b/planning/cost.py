@@ -7,28 +7,25 @@ import itertools
 import math
 import operator
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.partition import ModelShape, balanced, layers_of, partition_sequence
-from seq1f1b.plan import INSIDE, Layout
-from seq1f1b.planning.by_parts import ByParts, UnitBytes
+from seq1f1b.partition import ModelShape, balanced, partition_sequence
+from seq1f1b.plan import Layout
+from seq1f1b.planning.by_parts import ByParts, UnitBytes, check_layout, whole_bytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, span_of, spans_of
+from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, spans_between, spans_of
 from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
-T = TypeVar("T")
-
 _PIECES = 1024  # of the sequence whose costs a split balances
-_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 _STATISTICS_BYTES = 12  # of a token: a maximum, a sum of exponentials, the target's logit
 
 
@@ -63,7 +60,7 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
-        _check_layout(self.layout, model, num_stages, seq_len)
+        check_layout(self.layout, model, num_stages, seq_len)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
@@ -83,9 +80,10 @@ class CostModel:
 
     def on(self, hardware: Hardware) -> CostModel:
         """A model of these stages on another machine."""
-        counts = {"num_ranks": self.num_ranks, "stages_per_rank": self.num_stages // self.num_ranks}
-        layout = replace(self.layout, layers=self.layers)
-        return CostModel(self.model, hardware, seq_len=self.seq_len, layout=layout, **counts)
+        other = copy.copy(self)
+        other.hardware, other.parts = hardware, self.parts.on(hardware)
+        other.source, _ = other.parts, other.__dict__.pop("_piece_seconds", None)
+        return other
 
     def measured(self, terms: Terms) -> CostModel:
         """A model of these stages, whose units take what an engine measured; bytes and messages stay."""
@@ -111,7 +109,8 @@ class CostModel:
 
     def span(self, begin: int, end: int) -> Span:
         """Tokens ``[begin, end)`` of the sequence."""
-        return span_of(self._documents, begin, end, self.parts.windows)
+        tokens, pairs, ends, within = spans_between(self._documents, (begin, end), self.parts.windows)
+        return Span(tokens.item(), pairs.item(), ends.item(), tuple([each.item() for each in within]))
 
     @property
     def _documents(self) -> tuple[int, ...]:
@@ -129,10 +128,10 @@ class CostModel:
         """F and B of equal pieces of the sequence."""
         pieces = min(self.seq_len, _PIECES)
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
-        spans = arrays_of([self.span(begin, end) for begin, end in itertools.pairwise(bounds)])
+        spans = spans_between(self._documents, bounds, self.parts.windows)
         embedding, head = self.parts.ends(spans, floor=False)
         layers = sum(n * self.parts.layer(spans, kind, False).total for kind, n in enumerate(self.parts.counts) if n)
-        found: list[float] = np.broadcast_to(layers + head.total + embedding.total, pieces).tolist()
+        found: list[float] = (layers + head.total + embedding.total + 0.0 * spans.tokens).tolist()
         return found
 
     def balanced_layers(self) -> tuple[int, ...]:
@@ -145,12 +144,9 @@ class CostModel:
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
-        most = self.model.layers - others  # each stage but the last has one
-
-        def slowest(last: int) -> float:
-            return max(last * layers[0] + head, -(-(self.model.layers - last) // others) * layers[0])
-
-        last = min(range(most + 1), key=lambda n: (slowest(n), -n))
+        lasts = np.arange(self.model.layers - others, -1, -1)  # each stage but the last has one layer at least
+        slowest = np.maximum(lasts * layers[0] + head, -(-(self.model.layers - lasts) // others) * layers[0])
+        last = int(lasts[slowest.argmin()])
         rest = self.model.layers - last
         return (*(rest // others + (stage < rest % others) for stage in range(others)), last)
 
@@ -162,22 +158,21 @@ class CostModel:
         Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
         The next data-parallel replica comes behind the last rank.
         """
-        hw, inside = self.hardware, self._inside(rank_of_stage)
-        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
-        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
-        return latencies, rates
+        return self._edges(rank_of_stage)[:2]
 
     def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
         """Seconds of its sender's own time that a message takes, in the mean over all edges."""
-        hw = self.hardware
-        each = [hw.inside_send if near else hw.between_send for near in self._inside(rank_of_stage)]
-        return sum(each) / len(each) if each else 0.0
+        return self._edges(rank_of_stage)[2]
 
-    def _inside(self, rank_of_stage: Sequence[int]) -> list[bool]:
-        """Whether stages s and s + 1 are in one node, [s]."""
-        ranks_per_node = max(1, int(self.hardware.node_size) // self.parts.shards)
+    def _edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
+        """:meth:`links` and :meth:`send_seconds`."""
+        hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.shards)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
-        return [a == b for a, b in itertools.pairwise(nodes)]
+        inside = [a == b for a, b in itertools.pairwise(nodes)]
+        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
+        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
+        sends = [hw.inside_send if near else hw.between_send for near in inside]
+        return latencies, rates, sum(sends) / len(sends) if sends else 0.0
 
     def optimizer_seconds(self) -> list[float]:
         """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
@@ -189,48 +184,7 @@ class CostModel:
         rate = hw.link(d * self.parts.shards * self.num_ranks)
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * self.parts.parameters(stage) for stage in range(self.num_stages)]
-
-
-def _check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
-    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
-    model.flops(0, seq_len)  # raises unless shape and length are sound
-    if num_stages < 1 or num_stages > model.layers:
-        raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
-    for name in ("tensor", "context", "expert", "data"):
-        degree = getattr(layout, name)
-        if degree < 1:
-            raise ValueError(f"{name} is {degree}, must be at least 1")
-    layers, _ = layers_of(model)
-    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
-        raise ValueError(
-            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
-        )
-    for degree, name, whole in (
-        *((layout.tensor, "tensor", layer.heads) for layer in layers),
-        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
-        (layout.expert, "expert", layout.data),
-    ):
-        if whole % degree != 0:
-            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
-    if layout.inside not in INSIDE:
-        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
-    if layout.vocabulary not in ("ends", "ranks"):
-        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
-    if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
-        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
-    if layout.layers is not None and (
-        len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
-    ):
-        raise ValueError(
-            f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
-            f"that sum to the model's {model.layers}"
-        )
-    documents = layout.documents
-    if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
-        raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
+        return [of_parameter * parameters for parameters in self.parts.stage_parameters]
 
 
 class PackedRow(NamedTuple):
@@ -278,7 +232,8 @@ class RankBytes:
     @property
     def total(self) -> int:
         """Their sum."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        held = self.static + self.activations + self.kv + self.kv_gradients
+        return held + self.receive + self.workspace + self.reserve
 
 
 class Price:
@@ -309,36 +264,39 @@ class Price:
 
     # -- tables
 
-    def _nest(self, values: Sequence[T]) -> list[Any]:
-        """Values of all segments, one after the other, by row."""
-        if self._is_alike:
-            return list(values)
-        return [list(values[begin:end]) for begin, end in itertools.pairwise([0, *self._ends])]
-
-    def _table(self, by_kind: Sequence[Sequence[T]]) -> list[list[Any]]:
-        """A row for each stage, from those of the kinds of stages; equal stages share one."""
-        rows = [self._nest(values) for values in by_kind]
-        return [rows[kind] for kind in self.cost.parts.kinds]
+    def _table(self, by_kind: Iterable[Any], kinds: Sequence[int] | None = None) -> list[list[Any]]:
+        """A row for each stage, from values of all segments of each kind of stages; equal stages share one."""
+        rows = [values if isinstance(values, list) else values.tolist() for values in by_kind]
+        if not self._is_alike:
+            places = list(itertools.pairwise([0, *self._ends]))
+            rows = [[values[begin:end] for begin, end in places] for values in rows]
+        return [rows[kind] for kind in kinds or self.cost.parts.kinds]
 
     def microbatches(self, row: list[Any]) -> list[list[Any]]:
         """The row of a stage in a table, by micro-batch; those that are alike are one."""
         return [row] if self._is_alike else row
 
     @cached_property
-    def _spans(self) -> list[Span]:
-        return [span for row in self.rows for span in row.spans_in(self.cost.parts.windows)]
+    def _span(self) -> Span:
+        """All segments, one span of arrays."""
+        windows = self.cost.parts.windows
+        if self._is_alike:
+            return spans_between(self.rows[0].documents, list(itertools.accumulate(self.sizes, initial=0)), windows)
+        return arrays_of([span for row in self.rows for span in row.spans_in(windows)])
 
     @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass, a ``PassSeconds`` of tables."""
-        tables = seconds_of(self.cost.source, self._spans)
-        return PassSeconds._make(list(map(self._nest, table)) for table in tables)
+        tables = seconds_of(self.cost.source, self._span)
+        if self._is_alike:
+            return tables
+        return PassSeconds._make(self._table(table, range(self.cost.num_stages)) for table in tables)
 
     @cached_property
     def shard_seconds(self) -> dict[str, list[list[float]]]:
         """Seconds of S, T, E and G of a vocabulary over the ranks, tables; {} where it is not, and in rows."""
         is_spread = self.cost.parts.spreads and self._is_alike
-        return shards_of(self.cost.source, self._spans) if is_spread else {}
+        return shards_of(self.cost.source, self._span) if is_spread else {}
 
     @property
     def imbalance(self) -> float:
@@ -359,15 +317,16 @@ class Price:
         if not hw.tier_bandwidth:
             raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
         rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
-        return {
-            name: self._table([[rate * unit.saved for unit in units] for units in self._held])
-            for name, rate in rates.items()
-        }
+        return {name: self._table(rate * unit.saved for unit in self._held) for name, rate in rates.items()}
 
     @cached_property
     def message_bytes(self) -> list[Any]:
         """Bytes of a message on one of the devices that share a stage, a table of one stage."""
-        return self._nest([math.ceil(size * self.cost.parts.message_bytes) for size in self.sizes])
+        return self._table([self._messages], [0])[0]
+
+    @cached_property
+    def _messages(self) -> Any:
+        return whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
         """Costs of a step of the order; of rows without the optimizer, and what a message takes of its sender.
@@ -375,88 +334,131 @@ class Price:
         Args:
             moves: units may move to a tier, as far as the machine has one.
         """
-        latencies, rates = self.cost.links(schedule.rank_of_stage)
+        cost = self.cost
+        latencies, rates, send = cost._edges(schedule.rank_of_stage)
         links = Links(latencies, rates, message_bytes=self.message_bytes)
-        optimizer: float | list[float] = 0.0
-        if self._is_alike:
+        seconds = self.seconds._asdict() | {"statistics": 0.0, "loss": 0.0} | self.shard_seconds
+        if moves:
+            seconds |= self.moving_seconds()
+        if not self._is_alike:
+            return Costs(**seconds, links=links)
+        if cost.parts.spreads:
+            links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
+        optimizer = [0.0] * schedule.num_ranks
+        for rank, value in zip(schedule.rank_of_stage, cost.optimizer_seconds(), strict=True):
+            optimizer[rank] += value
+        return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
+
+    def _costs_of_each(self, machines: Hardware, count: int, schedule: Schedule, moves: bool) -> list[Costs]:
+        """:meth:`costs` of steps that are alike, on each of so many machines. ``machines``: one whose numbers may be
+        arrays, (machines, 1)."""
+        price, rank_of_stage = self.cost.on(machines).price(self.sizes), schedule.rank_of_stage
+        cost, tokens = price.cost, self._span.tokens
+
+        def of_each(values: Any, width: int) -> Any:
+            return np.broadcast_to(values, (count, width)).tolist()
+
+        kinds = [[of_each(seconds, len(tokens)) for seconds in kind] for kind in cost.source.seconds(self._span)]
+        tables = {name: [kinds[kind][i] for kind in cost.source.kinds] for i, name in enumerate(PassSeconds._fields)}
+        if cost.parts.spreads:
+            shards = cost.source.shard(self._span)._asdict()
+            tables |= {name: [of_each(seconds, len(tokens))] * cost.num_stages for name, seconds in shards.items()}
+        if moves:
+            rates = {"tier": 1 / machines.tier_bandwidth, "move_out": machines.move_out, "move_in": machines.move_in}
+            for name, rate in rates.items():
+                kinds_moved = [of_each(rate * unit.saved, len(tokens)) for unit in price._held]
+                tables[name] = [kinds_moved[kind] for kind in cost.parts.kinds]
+        latencies, rates_of_links, send = cost._edges(rank_of_stage)
+        links = [np.ravel(np.broadcast_to(x, (count, 1))) for x in (*latencies, *rates_of_links, send)]
+        per_stage = [of_each(x, 1) for x in cost.optimizer_seconds()]
+        known = self.costs(schedule, moves=moves)
+        found = []
+        for t, (*edges, sent) in enumerate(np.array(links).T.tolist()):
             optimizer = [0.0] * schedule.num_ranks
-            for rank, value in zip(schedule.rank_of_stage, self.cost.optimizer_seconds(), strict=True):
-                optimizer[rank] += value
-            c, spreads = self.cost.layout.context, self.cost.parts.spreads
-            statistics = [_STATISTICS_BYTES * size // c for size in self.sizes] if spreads else 0
-            send = self.cost.send_seconds(schedule.rank_of_stage)
-            links = replace(links, send=send, statistics_bytes=statistics)
-        more = self.moving_seconds() if moves else {}
-        return Costs(**self.seconds._asdict(), **self.shard_seconds, **more, links=links, optimizer=optimizer)
+            for rank, value in zip(rank_of_stage, per_stage, strict=True):
+                optimizer[rank] += value[t][0]
+            half = len(edges) // 2
+            of_links = replace(known.links, latency=edges[:half], bandwidth=edges[half:], send=sent)
+            seconds = {name: [row[t] for row in table] for name, table in tables.items()}
+            found.append(replace(known, **seconds, links=of_links, optimizer=optimizer))
+        return found
 
     # -- bytes of units
 
     @cached_property
-    def _held(self) -> list[list[UnitBytes]]:
-        """Bytes of all units, by kind of stage."""
-        parts, copies = self.cost.parts, self.cost.layout.copies_prefix
-        known = {size: parts.held(size) for size in dict.fromkeys(self.sizes)}
-        held = [[known[size][kind] for size in self.sizes] for kind in range(len(parts.stages))]
-        for kind, units in zip(parts.stages, held, strict=True) if copies else ():
-            whole = math.ceil(parts.cached(kind.counts, self.cost.seq_len)[0])  # the last copy is of all keys
-            units[-1] = units[-1]._replace(saved=units[-1].saved + whole)
+    def _held(self) -> list[UnitBytes]:
+        """Bytes of all units, arrays, by kind of stage."""
+        parts, held = self.cost.parts, self.cost.parts.held(self._span.tokens)
+        for kind, unit in zip(parts.stages, held, strict=True) if self.cost.layout.copies_prefix else ():
+            unit.saved[..., -1] += whole_bytes(
+                parts.cached(kind.counts, self.cost.seq_len)[0]
+            )  # the last copy: of all keys
         return held
-
-    def _cache_rows(self, part: int) -> list[list[int]]:
-        """Bytes of the cache of all segments, or (1) of its gradients, by kind of stage."""
-        parts = self.cost.parts
-        return [[math.ceil(parts.cached(kind.counts, n)[part]) for n in self.sizes] for kind in parts.stages]
 
     def held_bytes(self) -> list[list[Any]]:
         """Most that a unit holds before or after I, a table; the first segment's also its micro-batch's cache, which
         goes when it is through. For orders made for a cap in bytes."""
         parts, found = self.cost.parts, []
-        for kind, units in zip(parts.stages, self._held, strict=True):
-            row = [max(saved, kept + added) for saved, kept, added in units]
-            for first in [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]:
-                row[first] += math.ceil(parts.cached(kind.counts, self._slot_tokens)[0])
-            found.append(row)
+        first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
+        for kind, (saved, kept, added) in zip(parts.stages, self._held, strict=True):
+            most = np.maximum(saved, kept + added)
+            most[first] += whole_bytes(parts.cached(kind.counts, self._slot_tokens)[0])
+            found.append(most)
         return self._table(found)
 
     def least_bytes(self) -> float:
         """A bound that no order can go below: weights and one micro-batch, of a tree its longest path, in the mean over
         the ranks."""
         cost, hw = self.cost, self.cost.hardware
-        static = _state_bytes(cost) * sum(map(cost.parts.parameters, range(cost.num_stages)))
+        static = _state_bytes(cost) * sum(cost.parts.stage_parameters)
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        units = [self._held[kind][begin:end] for kind in cost.parts.kinds]  # [stage][segment]
+        of_segments = sum(self._held[kind].saved[begin:end] for kind in cost.parts.kinds).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
-        for parent, of_stages in zip(parents, zip(*units, strict=True), strict=True):
-            paths.append(sum(unit.saved for unit in of_stages) + (paths[parent] if parent >= 0 else 0))
-        return (static + (1 + hw.allocator_reserve) * max(paths)) / cost.num_ranks
+        for parent, saved in zip(parents, of_segments, strict=True):
+            paths.append(saved + (paths[parent] if parent >= 0 else 0))
+        return float((static + (1 + hw.allocator_reserve) * max(paths)) / cost.num_ranks)
+
+    @cached_property
+    def _unit_bytes(self) -> dict[str, Any]:
+        """Fields of :class:`seq1f1b.StepMemory` that no placement changes. With the cache where its pages come and go
+        with units; else all of it is held all through the step, and is not counted here."""
+        cost, parts, layout = self.cost, self.cost.parts, self.cost.layout
+        names = ("activations", "kept_activations", "output_gradients")
+        found: dict[str, Any] = {
+            name: self._table(each) for name, each in zip(names, zip(*self._held, strict=True), strict=True)
+        }
+        if work := parts.work(self._span.tokens):
+            forward, backward = map(self._table, zip(*work, strict=True))
+            found |= {"forward_work": forward, "backward_work": backward}
+        if parts.spreads and self._is_alike:
+            found["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
+        if self._releases:
+            rows = [parts.cached(kind.counts, self._span.tokens) for kind in parts.stages]
+            found["kv_rows"] = self._table(whole_bytes(keys) for keys, _ in rows)
+            found["kv_gradient_rows"] = self._table(whole_bytes(gradients + 0 * keys) for keys, gradients in rows)
+        elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
+            copies = [2 * layout.copies_prefix * parts.cached(kind.counts, cost.seq_len)[0] for kind in parts.stages]
+            found["kv_gradients"] = [math.ceil(copies[kind]) for kind in parts.kinds]
+        return found
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
-        """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all
-        through the step, and is not counted here."""
-        cost, parts = self.cost, self.cost.parts
-        saved, kept, added = (self._table([[unit[i] for unit in units] for units in self._held]) for i in range(3))
-        more: dict[str, Any] = {}
-        work = [parts.work(size) for size in self.sizes]
-        for i, name in enumerate(("forward_work", "backward_work") if any(work) else ()):
-            more[name] = self._table([[each[i] for each in units] for units in zip(*work, strict=True)])
-        if parts.spreads and self._is_alike:
-            more["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
-        if self._releases:
-            more["kv_rows"] = self._table(self._cache_rows(0))
-            more["kv_gradient_rows"] = self._table(self._cache_rows(1))
-        elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
-            copies, stages = 2 * cost.layout.copies_prefix, map(parts.counts_of, range(cost.num_stages))
-            more["kv_gradients"] = [math.ceil(copies * parts.cached(counts, cost.seq_len)[0]) for counts in stages]
-        return StepMemory(saved, kept, added, staying=self._staying(rank_of_stage), **more)
+        """Bytes of what units hold. What stays beside activations is as large as a message: an input that a stage of
+        the same rank handed over, and the gradient of the last stage's output that a loss within F has left."""
+        in_loss, last = self.cost.layout.head_in_loss and not self.cost.parts.spreads, self.cost.num_stages - 1
+        counts = [
+            (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
+            for stage, rank in enumerate(rank_of_stage)
+        ]
+        staying = self._table((count * self._messages for count in range(3)), counts)
+        return StepMemory(**self._unit_bytes, staying=staying)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        slots = [parts.cached(parts.counts_of(stage), self._slot_tokens) for stage in range(cost.num_stages)]
+        slots = [parts.cached(kind.counts, self._slot_tokens) for kind in parts.stages]
         if cost.layout.copies_prefix:  # the last copy and its gradient
             slots = [(0.0, 2 * keys) for keys, _ in slots]
-        kv, gradients = ([math.ceil(slot) for slot in column] for column in zip(*slots, strict=True))
-        parameters = [parts.parameters(stage) for stage in range(cost.num_stages)]
+        kv, gradients = ([math.ceil(slots[kind][i]) for kind in parts.kinds] for i in range(2))
         return replace(
             self.memory(rank_of_stage),
             kv=kv,
@@ -465,21 +467,10 @@ class Price:
             kv_gradient_rows=0,
             forward_work=0,
             backward_work=0,
-            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
-            optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parameters],
+            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parts.stage_parameters],
+            optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parts.stage_parameters],
             logits=0 if parts.spreads else math.ceil(parts.logits(max(self.sizes))),
         )
-
-    def _staying(self, rank_of_stage: Sequence[int]) -> list[Any]:
-        """Inputs that a stage of the same rank handed over, and gradients of the last stage's output that a loss
-        within F has left. Each is as large as a message."""
-        in_loss, last = self.cost.layout.head_in_loss and not self.cost.parts.spreads, self.cost.num_stages - 1
-        sent = [math.ceil(size * self.cost.parts.message_bytes) for size in self.sizes]
-        found = []
-        for stage, rank in enumerate(rank_of_stage):
-            count = (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
-            found.append(self._nest([count * message for message in sent]))
-        return found
 
     @property
     def _releases(self) -> bool:
@@ -494,17 +485,17 @@ class Price:
         trees, as the order needs on that rank."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
-        peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
-        with_work = schedule.peak_memory(memory, costs) if memory.forward_work else peaks
-        places = list(enumerate(schedule.rank_of_stage))
-        stages_of = [[stage for stage, at in places if at == rank] for rank in range(schedule.num_ranks)]
+        with_work = peaks = schedule.peak_memory(memory, costs)
+        if memory.forward_work:
+            peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
+        P, last, longest, state = schedule.num_ranks, cost.num_stages - 1, max(self.sizes), _state_bytes(cost)
+        pools = self._pool_bytes(schedule, memory.activations)
+        standing = [parts.standing_work(longest, has_last) for has_last in (False, True)]
+        stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
-        pools, longest, state = self._pool_bytes(schedule, memory.activations), max(self.sizes), _state_bytes(cost)
         ranks = []
         for rank, stages in enumerate(stages_of):
-            work = (
-                with_work.total[rank] - peaks.total[rank] + parts.standing_work(longest, cost.num_stages - 1 in stages)
-            )
+            work = with_work.total[rank] - peaks.total[rank] + standing[last in stages]
             if cost.layout.tensor > 1:  # whole hidden states that collectives of one unit have gathered or will scatter
                 layers = max(cost.layers[stage] for stage in stages)
                 whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
@@ -515,7 +506,7 @@ class Price:
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
-                    static=math.ceil(sum(map(parts.parameters, stages)) * state),
+                    static=math.ceil(sum([parts.stage_parameters[stage] for stage in stages]) * state),
                     activations=live - rows - gradient_rows,
                     kv=math.ceil(kv[rank]) + rows,
                     kv_gradients=math.ceil(gradients[rank]) + gradient_rows,
@@ -529,21 +520,18 @@ class Price:
     def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
         """The cache of every rank, and its gradients: each stage has the slots that it needs at its own peak, all
         through the step. Zeros where pages come and go, or segments copy their prefix."""
-        kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+        P, parts = schedule.num_ranks, self.cost.parts
+        kv, gradients, tokens = [0.0] * P, [0.0] * P, [self._slot_tokens] * P
         if self._releases or self.cost.layout.copies_prefix:
             return kv, gradients
-        tokens = [self._slot_tokens] * schedule.num_ranks
         if schedule.parents is not None:
             sizes = array("q", self.sizes)
-            tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(schedule.num_ranks)]
-        for number in range(max(map(len, stages_of))):  # of the stage on its rank
-            counted = [0] * schedule.num_stages
-            for stages in stages_of:
-                counted[stages[number]] = 1
+            tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
+        for stages in zip(*stages_of, strict=True):  # one of each rank
+            counted = [int(stage in stages) for stage in range(schedule.num_stages)]
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
-            for rank, stages in enumerate(stages_of):
-                counts = self.cost.parts.counts_of(stages[number])
-                slot, gradient_slot = self.cost.parts.cached(counts, tokens[rank])
+            for rank, stage in enumerate(stages):
+                slot, gradient_slot = parts.cached(parts.stages[parts.kinds[stage]].counts, tokens[rank])
                 kv[rank] += slots.kv[rank] * slot
                 gradients[rank] += slots.kv_gradients[rank] * gradient_slot
         return kv, gradients

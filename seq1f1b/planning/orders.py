@@ -33,10 +33,7 @@ class Made(NamedTuple):
     schedule: Schedule
     options: dict[str, Any]
     ranks: list[RankBytes]
-
-    @property
-    def peak(self) -> int:
-        return max(rank.total for rank in self.ranks)
+    peak: int  # of the rank that holds most
 
 
 class Orders(NamedTuple):
@@ -64,8 +61,11 @@ class Orders(NamedTuple):
 
     def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> Made:
         """An order with the bytes of its ranks under the length that takes most."""
-        lengths = zip(*(price.rank_bytes(schedule) for price in self.prices), strict=True)
-        return Made(schedule, options, [max(ranks, key=lambda rank: rank.total) for ranks in lengths])
+        ranks = self.prices[0].rank_bytes(schedule)
+        for price in self.prices[1:]:
+            both = zip(ranks, price.rank_bytes(schedule), strict=True)
+            ranks = [one if one.total >= other.total else other for one, other in both]
+        return Made(schedule, options, ranks, max([rank.total for rank in ranks]))
 
     def make(self, options: dict[str, Any]) -> Made:
         """The order of these options."""

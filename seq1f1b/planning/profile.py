@@ -11,6 +11,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from seq1f1b.files import json_fields, load
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
@@ -107,12 +109,12 @@ class Part:
         with what stays. Only what exceeds the saved bytes and :meth:`workspace` while I runs counts as added.
         """
         saved = self.saved_bytes + self.saved_token_bytes * tokens
-        kept, gradients = min(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
+        kept, gradients = np.minimum(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
         if not self.input_bytes and not self.input_token_bytes:
             return layers * saved, layers * kept, layers * gradients
-        grows = max(0.0, kept + gradients - saved)  # with each layer
+        grows = np.maximum(0.0, kept + gradients - saved)  # with each layer
         most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
-        added = min(max(layers * grows, most - self.workspace(tokens)), layers * gradients)
+        added = np.minimum(np.maximum(layers * grows, most - self.workspace(tokens)), layers * gradients)
         return layers * saved, layers * (kept + gradients) - added, added
 
 

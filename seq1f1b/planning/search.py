@@ -9,12 +9,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.case import GIB, REMEDIES, Candidate, Case, Uncertain, Work, group_lengths
+from seq1f1b.planning.candidates import Candidate, Found, Pricing, Uncertain, group_lengths, of_shards
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import LEVELS, families_named
 from seq1f1b.schedule import Family, families
@@ -22,6 +22,9 @@ from seq1f1b.table import rounded, table_text
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 
+GIB = 1 << 30
+REMEDIES = ("recompute", "offload")
+"""Ways of single units to make an order fit: arguments of :meth:`seq1f1b.Schedule.fit`."""
 VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _FINER = (0.125, 0.0625)  # then to both sides of the best one's
@@ -280,8 +283,9 @@ def search_plans(
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
-    work = Work(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
-    search, shortest = _Search(work, best, within, progress), grouped[0].seq_len
+    counts_of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
+    search = _Search(model, hardware, *counts_of_step, best=best, within=within, progress=progress)
+    shortest = grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
         raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
@@ -300,7 +304,7 @@ def search_plans(
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
             if names or (k == 1) != family.has_segments
             for kind, way in ways
-            for balance in work.balances
+            for balance in search.balances
         ]
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
@@ -312,40 +316,46 @@ def search_plans(
     if not names:
         search.refine()
     fitting = search.fitting
-    is_small = sum(work.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
+    is_small = sum(found.units for found in fitting) <= _MOST_UNCERTAIN
     terms: list[tuple[Uncertain, ...]] = []
     for done, found in enumerate(fitting):
         if progress is not None:
             progress(done, len(fitting))
         if done == 0 or is_small:
-            terms.append(found.uncertain())
+            terms.append(search.uncertain(found))
         else:  # taken to move this one by the same share
             scale = found.seconds / fitting[0].seconds
             terms.append(tuple(Uncertain(*each[:3], scale * each[3], scale * each[4]) for each in terms[0]))
-    plans = tuple(found.plan(moved) for found, moved in zip(fitting, terms, strict=True))
+    plans = tuple(search.plan(found, moved) for found, moved in zip(fitting, terms, strict=True))
     return PlanSearch(
         plans,
         terms[0],
         search.fallen(tries, plans) if names else _OTHERS | search.fallen([*tries, *families_named(["auto"])], plans),
         search.num_candidates,
-        work.num_simulated,
-        _next_step(work, fitting[0], is_limited=segments is not None, names=names),
+        search.num_simulated,
+        search.next_step(is_limited=segments is not None, names=names),
         hardware.memory,
         hardware.rates,
         where.tier_of(hardware.device_type),
     )
 
 
-class _Told(NamedTuple):
-    """The result of pricing a candidate: seconds of its step if it fits, else the bytes that it needs, or bounds."""
+def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
+    """Each alone, and all together."""
+    for remedy in remedies:
+        if remedy not in REMEDIES:
+            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
+    if "offload" in remedies and where.tier_of(hardware.device_type) is None:
+        raise ValueError(f"units cannot move: the engine has no tier on {hardware.device_type}")
+    if "offload" in remedies and not hardware.tier_bandwidth:
+        raise ValueError(
+            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
+        )
+    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
+    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
-    candidate: Candidate
-    seconds: float = 0.0
-    peak: int = 0
-    is_bound: bool = False
 
-
-class _Search:
+class _Search(Pricing):
     """Prices candidates, keeps the best of them, and says what to try next.
 
     Attributes:
@@ -354,11 +364,12 @@ class _Search:
         num_candidates: how many were looked at.
     """
 
-    def __init__(self, work: Work, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
-        self.work, self._best, self._within, self._progress = work, best, within, progress
-        self.fitting: list[Case] = []
+    def __init__(self, *of_pricing: Any, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
+        super().__init__(*of_pricing)
+        self._best, self._within, self._progress = best, within, progress
+        self.fitting: list[Found] = []
         self.is_quick, self.num_candidates = False, 0
-        self._told: list[_Told] = []
+        self._told: list[Found] = []  # those that were looked at
         self._broken: dict[str, dict[str, None]] = {}  # rules that a family's counts break
         self._left_of_auto = _MOST_OF_AUTO
 
@@ -367,13 +378,17 @@ class _Search:
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates that can be built, the lowest bound first."""
         self.num_candidates += len(candidates)
-        possible = []
-        for candidate in candidates:
-            if (rule := self.work.rule(candidate)) is not None:
-                self._broken.setdefault(candidate.family.name, {})[rule] = None
-            elif not self.work.is_repeated(candidate):
-                possible.append(candidate)
-        return sorted(possible, key=self.work.bound)
+        possible, known = [], set()
+        for each in candidates:
+            if (rule := self.rule(each.family, each.stages_per_rank, each.num_segments)) is not None:
+                self._broken.setdefault(each.family.name, {})[rule] = None
+                continue
+            of_cost = each.stages_per_rank, each.inside, each.balance, each.vocabulary, self.longest
+            layers = self.cost(*of_cost).layers
+            if (each._replace(balance=0), layers) not in known:  # else they are those of a balance before it
+                known.add((each._replace(balance=0), layers))
+                possible.append(each)
+        return sorted(possible, key=lambda each: self.look(each).bound)
 
     def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
         """Prices candidates in turn, until so many units have been priced."""
@@ -381,33 +396,31 @@ class _Search:
             if self._progress is not None:
                 self._progress(done, len(tried))
             if most_units > 0:
-                most_units -= self._consider(candidate)
+                most_units -= self._consider(self.look(candidate))
 
-    def _consider(self, candidate: Candidate) -> int:
+    def _consider(self, known: Found) -> int:
         """Prices a candidate unless it cannot be among the best; keeps it if it fits and is. Returns units priced."""
-        work, bound, fitting = self.work, self.work.bound(candidate), self.fitting
+        fitting, remedies = self.fitting, known.candidate.remedies
         limit = self._within * fitting[0].seconds if fitting else math.inf
         if len(fitting) >= self._best:
             limit = min(limit, fitting[-1].seconds)
-        if bound >= limit:
-            self._told.append(_Told(candidate, bound, is_bound=True))
+        if known.bound >= limit:
+            self._told.append(known)
             return 0
-        case, units = Case(work, candidate), work.num_units(candidate)
-        if fitting and not candidate.remedies and (least := case.longest.least_bytes()) > work.cap:
-            self._told.append(_Told(candidate, peak=math.ceil(least), is_bound=True))
+        if fitting and not remedies and (least := known.prices[-1].least_bytes()) > self.cap:
+            self._told.append(replace(known, least=math.ceil(least)))
             return 0
-        found = case.priced(LEVELS[:1] if self.is_quick else LEVELS)
+        found = self.priced(known, LEVELS[:1] if self.is_quick else LEVELS)
         if found is None:
-            return units  # it fits without its remedies, and so does the candidate without
-        if found.seconds == math.inf:
-            self._told.append(_Told(candidate, peak=found.made.peak))
-            return units if candidate.remedies else units // 4  # it was only looked at
-        self._told.append(_Told(candidate, found.seconds))
-        alike = [other for other in fitting if _is_alike(other, found)]
+            return known.units  # it fits without its remedies, and so does the candidate without
+        self._told.append(found)
+        if found.least:
+            return known.units if remedies else known.units // 4  # it was only looked at
+        alike = [other for other in fitting if other.is_alike(found)]
         if all(other.sort_key > found.sort_key for other in alike):  # else another split or name of it is as good
             kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
             self.fitting = [each for each in kept[: self._best] if each.seconds <= self._within * kept[0].seconds]
-        return units
+        return known.units
 
     # -- what to try
 
@@ -423,7 +436,7 @@ class _Search:
         self.consider(first)
         k, most = max(segments), 0
         if shortest:
-            most = min(shortest, max(k, self.work.longest // self.work.fill_tokens()))
+            most = min(shortest, max(k, self.longest // self.fill_tokens()))
         while 2 * k <= most and self._goes_on(k):
             k *= 2
             self.consider(self._likeliest(self.allowed(candidates([k]))), _MOST_OF_ROUND)
@@ -445,7 +458,7 @@ class _Search:
         """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
         if not self.fitting:
             return True
-        known = [told for told in self._told if not (told.is_bound or told.peak)]
+        known = [told for told in self._told if told.periods]
         own = min((told.seconds for told in known if told.candidate.num_segments == k), default=math.inf)
         fewer = min((told.seconds for told in known if told.candidate.num_segments < k), default=math.inf)
         return own <= fewer * (1 - LEAST_GAIN)
@@ -453,18 +466,18 @@ class _Search:
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
         more segments come nearer to the bound, and need less."""
-        found: dict[Candidate, _Told] = {}  # the fastest, or the last one that was too large
+        found: dict[Candidate, Found] = {}  # the fastest, or the last one that was too large
         for told in self._told:
             of = told.candidate._replace(num_segments=0, mix=1.0)
             known = found.get(of)
-            if not told.is_bound and (known is None or known.peak or (told.seconds < known.seconds and not told.peak)):
+            if told.made and (known is None or known.least or (told.seconds < known.seconds and not told.least)):
                 found[of] = told
 
         def expected(candidate: Candidate) -> float:
-            bound, told = self.work.bound(candidate), found.get(candidate._replace(num_segments=0))
-            if told is None or told.peak:
-                return 1.05 * bound * math.sqrt(max(1.0, (0 if told is None else told.peak) / self.work.cap))
-            of_told = self.work.bound(candidate._replace(num_segments=told.candidate.num_segments))
+            bound, told = self.look(candidate).bound, found.get(candidate._replace(num_segments=0))
+            if told is None or told.least:
+                return 1.05 * bound * math.sqrt(max(1.0, (0 if told is None else told.least) / self.cap))
+            of_told = self.look(candidate._replace(num_segments=told.candidate.num_segments)).bound
             return bound * math.sqrt(math.sqrt(max(1.0, told.seconds / of_told)))
 
         return sorted(candidates, key=expected)
@@ -474,9 +487,10 @@ class _Search:
         found = list[Candidate]()
         for each in self.fitting:
             candidate = each.candidate._replace(**changes)
-            if candidate in found or self.work.bound(candidate) > self.fitting[0].seconds * (1 - LEAST_GAIN):
+            known = self.look(candidate)
+            if candidate in found or known.bound > self.fitting[0].seconds * (1 - LEAST_GAIN):
                 continue
-            units = self.work.num_units(candidate) if candidate.family.name == "auto" else 0
+            units = known.units if candidate.family.name == "auto" else 0
             if units <= self._left_of_auto and len(found) < most:
                 self._left_of_auto -= units
                 found.append(candidate)
@@ -486,20 +500,49 @@ class _Search:
         """Searches for longer in place of the best order that was searched for with what its units give up."""
         made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
         if made is not None:
-            again = [self.fitting[made], Case(self.work, self.fitting[made].candidate).priced()]
+            again = [self.fitting[made], self.priced(self.look(self.fitting[made].candidate))]
             self.fitting[made] = min((each for each in again if each is not None), key=lambda each: each.seconds)
             self.fitting.sort(key=lambda each: each.sort_key)
 
     # -- what is told
+
+    def _share_again(self, found: Found) -> float:
+        """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
+        kept = []
+        for price in self.look(found.candidate._replace(inside="none")).prices:
+            forward, inputs, weight, backward, _ = (sum(map(sum, table)) for table in price.seconds)
+            each: float = forward + (inputs + weight if "W" in found.made.schedule.kinds else backward)
+            each += self.num_ranks * of_shards(price)
+            kept.append((self.num_microbatches * each + sum(price.cost.optimizer_seconds())) / self.num_ranks)
+        return max(0.0, 1 - found.bubble - self.mean(kept) / found.seconds)
+
+    def next_step(self, is_limited: bool, names: Sequence[str] | None) -> str:
+        """Says what would help most beyond the best plan, by where its time goes."""
+        best = self.fitting[0]
+        again, k = self._share_again(best), best.candidate.num_segments
+        if again > max(best.bubble, 0.02):
+            way = "more ranks, or a higher context degree, leave room to keep it"
+            return f"{again:.0%} of the step is computed twice: {way}"
+        if best.bubble < 0.03:
+            way = "more ranks or a higher context degree share it"
+            return f"{best.bubble:.1%} of the step is bubble, the rest is work: {way}"
+        ways = []
+        if is_limited:
+            ways.append(f"segments beyond {k}" if k > 1 else "segments")
+        if names:
+            ways.append("another family (--schedules, the default tries all)")
+        tokens = self.longest // k
+        ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
+        return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
 
     def _explain_nothing(self) -> str:
         """Why there is no plan."""
         if not self._told:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
-        least = min(self._told, key=lambda told: told.peak)
+        least = min(self._told, key=lambda told: told.least)
         return (
-            f"nothing fits in {self.work.cap / GIB:.2f} GiB: the least possible is {least.peak / GIB:.2f} GiB, "
+            f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB, "
             f"{least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
         )
 
@@ -508,17 +551,18 @@ class _Search:
         shown, reasons = {plan.schedule for plan in plans}, dict[str, str]()
         for name in (family.name for family in tries if family.name not in shown):
             own = [told for told in self._told if told.candidate.family.name == name]
-            large = min((told for told in own if told.peak), key=lambda told: told.peak, default=None)
+            large = min((told for told in own if told.least), key=lambda told: told.least, default=None)
             slow = min(
-                (told for told in own if not told.peak), key=lambda told: (told.is_bound, told.seconds), default=None
+                ((not told.periods, told.seconds if told.periods else told.bound) for told in own if not told.least),
+                default=None,
             )
             found = []
             if slow is not None:
-                texts = [rounded(x, 4) for x in (slow.seconds, plans[-1].seconds)]
-                kind, least = "as fast" if texts[0] == texts[1] else "slower", "at least " * slow.is_bound
+                texts = [rounded(x, 4) for x in (slow[1], plans[-1].seconds)]
+                kind, least = "as fast" if texts[0] == texts[1] else "slower", "at least " * slow[0]
                 found.append(f"{kind}: {least}{texts[0]} s against {texts[1]} s")
             if large is not None:
-                found.append(f"too large: at least {large.peak / GIB:.1f} GiB ({large.candidate.counts})")
+                found.append(f"too large: at least {large.least / GIB:.1f} GiB ({large.candidate.counts})")
             if not found and name in self._broken:
                 found.append(f"cannot be built: needs {', and '.join(self._broken[name])}")
             if not found and name == "auto":
@@ -527,52 +571,7 @@ class _Search:
         return reasons
 
 
-def _is_alike(one: Case, other: Case) -> bool:
-    """Whether they differ in the split, or the family's name, alone."""
-    of_other = other.candidate._replace(mix=one.candidate.mix)
-    if one.candidate == of_other:
-        return True
-    counts = one.candidate._replace(family=of_other.family, remedies=of_other.remedies)
-    return counts == of_other and one.made.schedule == other.made.schedule
-
-
-def _mixed(found: Sequence[Case], mixes: Sequence[float]) -> list[Candidate]:
+def _mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
     """Candidates of what was found, with other splits."""
     cut = [each.candidate for each in found if each.candidate.num_segments > 1]
     return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
-
-
-def _next_step(work: Work, best: Case, is_limited: bool, names: Sequence[str] | None) -> str:
-    """Says what would help most beyond the best plan, by where its time goes."""
-    again, k = best.share_again(), best.candidate.num_segments
-    if again > max(best.bubble, 0.02):
-        return (
-            f"{again:.0%} of the step is computed twice: more ranks, or a higher context degree, leave room to keep it"
-        )
-    if best.bubble < 0.03:
-        return (
-            f"{best.bubble:.1%} of the step is bubble, the rest is work: more ranks or a higher context degree share it"
-        )
-    ways = []
-    if is_limited:
-        ways.append(f"segments beyond {k}" if k > 1 else "segments")
-    if names:
-        ways.append("another family (--schedules, the default tries all)")
-    tokens = work.longest // k
-    ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
-    return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
-
-
-def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Each alone, and all together."""
-    for remedy in remedies:
-        if remedy not in REMEDIES:
-            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
-    if "offload" in remedies and where.tier_of(hardware.device_type) is None:
-        raise ValueError(f"units cannot move: the engine has no tier on {hardware.device_type}")
-    if "offload" in remedies and not hardware.tier_bandwidth:
-        raise ValueError(
-            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
-        )
-    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
-    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted

@@ -25,7 +25,7 @@ from seq1f1b.report.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idl
 from seq1f1b.schedule import Schedule, Simulation, StepMemory
 from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
-from seq1f1b.unit import Unit, unit_of
+from seq1f1b.unit import Unit, edges_of, unit_of
 
 __all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
 
@@ -406,21 +406,19 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
     )
     filled = sum(last - first for _, first, last in fills)
-    layers = Counter(layer.stage for layer in _C.kv_cache_layers(cache))
+    layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     schedule, length = record.order.schedule, record.length  # of the longest micro-batch
     if schedule.parents is not None:  # most tokens of trees that lie in a slot at once
         _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
-    planned_kv_bytes = planned_grad_bytes = 0  # slots times (batch, kv heads, tokens, head sizes) of the step's layers
+    planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes of a token, of the step's layers
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
-    for layer in _C.kv_cache_layers(cache):
-        kv_slots, grad_slots = slots[layer.stage]
-        elements = layer.batch * layer.kv_heads * length * (layer.head_dim + layer.v_head_dim)
-        documents = layer.batch * length * 4 if layer.with_docs else 0
-        planned_kv_bytes += kv_slots * (elements * layer.kv_element_bytes + documents)
-        planned_grad_bytes += grad_slots * elements * layer.grad_element_bytes
-    places = sum(edge.num_places for edge in _C.program_edges(record.order.program) if edge.destination_rank == rank)
+    for number, of_token, grads_of_token in _C.kv_cache_layers(cache):
+        kv_slots, grad_slots = slots[number]
+        planned_kv_bytes += kv_slots * length * of_token
+        planned_grad_bytes += grad_slots * length * grads_of_token
+    places = sum(edge.num_places for edge in edges_of(record.order.program) if edge.destination_rank == rank)
     return Report(
         rank=rank,
         step=record.number,

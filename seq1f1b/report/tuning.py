@@ -24,7 +24,7 @@ from seq1f1b.placement import free_bytes
 from seq1f1b.plan import TunedOrder
 from seq1f1b.report.report import Report
 from seq1f1b.schedule import Costs, build_schedule
-from seq1f1b.seconds import seconds_of, shards_of, spans_of
+from seq1f1b.seconds import arrays_of, seconds_of, shards_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
 
 __all__: list[str] = []
@@ -326,7 +326,7 @@ class Tuner:
             return
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
-        seconds = seconds_of(units, spans_of(sizes))
+        seconds = seconds_of(units, arrays_of(spans_of(sizes)))
         tables = [seconds.forward, seconds.input, seconds.weight]
         for backward in ("whole", "split") if units.splits else ("whole",):
             for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
@@ -374,6 +374,6 @@ def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[Meas
 
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
     """Costs of an order of segments of so many tokens."""
-    spans = spans_of(sizes)
+    spans = arrays_of(spans_of(sizes))
     shards: dict[str, Any] = {**shards_of(units, spans)}
     return Costs(**seconds_of(units, spans)._asdict(), **shards)

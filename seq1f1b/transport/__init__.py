@@ -3,10 +3,9 @@
 Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/group.c``, ``csrc/run/arena.c``).
 """
 
-from seq1f1b.transport.bootstrap import connect, resolve_group, withdraw
+from seq1f1b.transport.bootstrap import connect, meeting_of, resolve_group
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
 from seq1f1b.transport.loopback import LoopbackGroup
-from seq1f1b.transport.rendezvous import last_attempt
 from seq1f1b.transport.restart import init_process_group
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "RankGroup",
     "connect",
     "init_process_group",
-    "last_attempt",
+    "meeting_of",
     "resolve_group",
-    "withdraw",
 ]

@@ -45,13 +45,13 @@ class Agreement:
     ) -> None:
         self._group = group
         self._own, self._beside, self._check_beside = own, beside, check_beside
-        self._checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
+        self.checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
 
     def check(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective."""
-        if self._checked_in != self._group.epoch:
+        if self.checked_in != self._group.epoch:
             found = self._group.all_gather_object((self._own, self._beside))
             check_agreement([own for own, _ in found])
             if self._check_beside is not None:
                 self._check_beside([beside for _, beside in found])
-            self._checked_in = self._group.epoch
+            self.checked_in = self._group.epoch

@@ -13,8 +13,8 @@ from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.handshake import Handshake, share_on_host
 from seq1f1b.transport.loopback import LoopbackGroup
+from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.processes import ProcessRank
-from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, last_attempt, refuse
 from seq1f1b.transport.store import StoreRank
 
 
@@ -23,7 +23,8 @@ def connect(
     transport: str = "auto",
     *,
     arrival_timeout: float = 1800.0,
-    timeout: float = SETUP_TIMEOUT,
+    timeout: float = 120.0,
+    meeting: Meeting | None = None,
 ) -> RankGroup:
     """Joins the processes of a torch process group into a pipeline. Collective.
 
@@ -33,14 +34,12 @@ def connect(
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
         arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
+        meeting: of :func:`meeting_of`, if the caller has one.
     Raises:
         ValueError: the ranks ask for what cannot be; on every rank.
         PipelineError: another rank failed, or did not come.
     """
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if rank < 0:
-        raise ValueError("this process is not in the pipeline's process group")
-    if size == 1:
+    if meeting is None and (meeting := meeting_of(process_group)) is None:
         return LoopbackGroup(1)[0]
     backends = dist.get_backend_config(process_group)
     if "cpu:" not in backends:
@@ -49,37 +48,37 @@ def connect(
             'through host memory: use init_process_group("cpu:gloo,cuda:nccl"), or name no backend'
         )
 
-    process_group = process_group or dist.group.WORLD
-    rendezvous = Rendezvous(process_group, rank, size, arrival_timeout, timeout)
     group = None
     try:
-        group = _connect(rendezvous, process_group, transport, timeout)
-        rendezvous.gather(None)  # everyone has one
+        meeting.begin(arrival_timeout, timeout)
+        group = _connect(meeting, transport, timeout)
+        meeting.gather(None)  # everyone has one
         return group
     except BaseException as error:
         if isinstance(error, (ConnectionError, _C.PipelineError)):  # the rank that caused it may be about to say why
             time.sleep(0.3)
-        first = rendezvous.fail(error)
+        first = meeting.fail(error)
         if group is not None:
             group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
+            group.timeout_s = 0.5  # the store may be stopped
             group.close()
         if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps caused by the first one
             raise first from error
         raise
     finally:
         if not isinstance(group, StoreRank):
-            rendezvous.worker.close(1.0)
+            meeting.close()
 
 
-def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout: float) -> RankGroup:
-    rank, size = rendezvous.rank, rendezvous.size
+def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
+    rank, size = meeting.rank, meeting.size
     handshake = Handshake(rank, timeout)
     try:
         own = transport, handshake.name, handshake.token, address_space(ARENA_BYTES)
-        wishes, names, tokens, allowed = zip(*rendezvous.gather(own), strict=True)
+        wishes, names, tokens, allowed = zip(*meeting.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
-        unmet: list[dict[int, str]] = rendezvous.gather(handshake.dial(names, tokens))
+        unmet: list[dict[int, str]] = meeting.gather(handshake.dial(names, tokens))
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
                 raise ValueError(
@@ -94,7 +93,7 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout
     one_host = not any(unmet)
     if one_host and transport != "c10d":
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
-        return ProcessRank(rank, size, process_group, connections, arena_bytes, block)
+        return ProcessRank(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block)
     if transport == "c10d":
         for connection in connections.values():
             connection.close()
@@ -105,16 +104,28 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout
         (min(one, other) not in unmet[max(one, other)]) == (other in host) for one in host for other in range(size)
     )
     spoiled = share_on_host(rank, connections, mmap.PAGESIZE) if connections and is_whole else None
-    return StoreRank(rendezvous, process_group, connections, arena_bytes, spoiled)
+    return StoreRank(meeting, connections, arena_bytes, spoiled)
 
 
-def resolve_group(
-    group: Any, transport: str = "auto", *, arrival_timeout: float = 1800.0, timeout: float = SETUP_TIMEOUT
-) -> RankGroup:
+def meeting_of(group: Any) -> Meeting | None:
+    """The meeting of an engine's ``group=``, None where this rank has no other processes to meet.
+
+    Raises ValueError if this process is not in the group.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the pipeline's process group")
+    return Meeting(group) if dist.get_world_size(group) > 1 else None
+
+
+def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGroup:
     """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1.
 
     Args:
-        arrival_timeout, timeout: of :func:`connect`.
+        options: of :func:`connect`.
     """
     if isinstance(group, RankGroup):
         return group
@@ -122,22 +133,4 @@ def resolve_group(
         raise TypeError("group= takes one rank of a LoopbackGroup: LoopbackGroup(P)[rank]")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return LoopbackGroup(1)[0]
-    return connect(group, transport, arrival_timeout=arrival_timeout, timeout=timeout)
-
-
-def withdraw(group: Any, error: BaseException, attempt: int) -> None:
-    """Tells the other ranks of an engine's ``group=`` that this one failed before it could join them, and why.
-
-    Args:
-        attempt: this rank's last one before this engine's.
-    """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return
-    if group is None or isinstance(group, dist.ProcessGroup):
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, error, last_attempt() if last_attempt() > attempt else 0)
-            if rank == 0:  # the store may end with this process, perhaps at once: let the others read why
-                time.sleep(0.2)
+    return connect(group, transport, **options)

@@ -115,15 +115,14 @@ def accept(listener: socket.socket) -> socket.socket:
     return connection
 
 
-def receive(connection: socket.socket, size: int) -> tuple[bytes, Descriptor | None]:
-    """Up to so many bytes, and the descriptor that came with them; no bytes where the peer has closed."""
+def receive(connection: socket.socket, size: int) -> tuple[bytes, Descriptor]:
+    """Up to so many bytes, and the descriptor that came with them. Raises OSError if none comes."""
     _wait_for_data(connection)
-    found = None
     with uninterrupted():
         data, numbers, _, _ = socket.recv_fds(connection, size, 1)
         if numbers:
-            found = Descriptor(lambda: numbers[0])
-    return data, found
+            return data, Descriptor(lambda: numbers[0])
+    raise ConnectionError("too many open files here" if data else "the peer closed the connection")
 
 
 def _wait_for_data(connection: socket.socket) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import struct
 from abc import ABC, abstractmethod
 from array import array
@@ -67,7 +66,9 @@ def leave_place(views: Sequence[Tensor | None]) -> bool:
     """
     found = False
     for view in views:
-        if view is None or holders(storage := view.untyped_storage()) == 1 or not storage.nbytes():
+        if view is None or not (storage := view.untyped_storage()).nbytes():
+            continue
+        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
             continue
         found = True
         if _SWAPS:
@@ -163,8 +164,8 @@ class RankGroup(OfOneProcess, ABC):
         self.arena_bytes = arena_bytes
         self.step, self.training = 0, True
         self.local_size = local_size  # ranks of this host
-        self._epoch = self._round = 0
-        self._exchanges = 0  # a number that the exchanges of this epoch have, and no others of the process group
+        self.epoch = 0  # the step in which all ranks have met after a failure, equal on all within a step
+        self._round = 0
         self._has_entered = False
         self._first_step = 0  # of the user's call, which may have several
         self._is_several = False
@@ -196,7 +197,7 @@ class RankGroup(OfOneProcess, ABC):
         The first failure wins.
         """
         self._own_text = text
-        _C.group_fail(self.group, self.rank, text)
+        _C.group_fail(self.group, self.rank, text, "", "", 0)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
         """Ends the step on every rank: another one is gone. Returns the text."""
@@ -205,7 +206,7 @@ class RankGroup(OfOneProcess, ABC):
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
         if what == "close()":
             text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
-        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0])
+        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0], 0)
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
@@ -217,7 +218,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def _failure(self, rank: int, text: str) -> _C.PipelineError:
         """Ends the step on every rank. The error is this one also where an earlier failure stands."""
-        _C.group_fail(self.group, rank, text)
+        _C.group_fail(self.group, rank, text, "", "", 0)
         return error_of(rank, text)
 
     def check(self) -> None:
@@ -242,7 +243,7 @@ class RankGroup(OfOneProcess, ABC):
         self._first_step = self._first_step if self._is_several else self.step
         _C.group_enter(self.group, self.step)
         if not self._acknowledged:
-            self.check()
+            _C.group_check(self.group)
 
     def begin_step(self, training: bool = True) -> int:
         """Begins the step that this rank has come to, or comes to the next one. Returns its number.
@@ -367,33 +368,23 @@ class RankGroup(OfOneProcess, ABC):
         with suppress(Exception):  # a type of error that takes no attributes
             setattr(error, _TOLD, True)
 
-    @property
-    def epoch(self) -> int:
-        """The step in which all ranks have met after a failure, 0 before the first; equal on all within a step."""
-        return self._epoch
-
     def _recover(self) -> None:
         """All ranks have left the failed step once they meet here; nobody begins a new one before it is forgotten.
 
         A rank that has left this step by an error, or has come to a later one, cannot be met: then this step ends with
         an error here, too, until all come to the same one.
         """
-        self._epoch, self._round = self.step, 0
+        self.epoch, self._round = self.step, 0
         try:
             self._gather(b"", recovering=True)
             self._forget_failure()
-            self._number_exchanges(recovering=True)
+            self._gather(b"", recovering=True)
         except _C.PipelineError as error:
             rank = getattr(error, "rank", None)
             failure = Failure(self.rank if rank is None else rank, str(error), "", "", self.step)
             self._met_failure = self._met_failure or failure
             raise
         self._acknowledged = False
-
-    def _number_exchanges(self, recovering: bool = False) -> None:
-        """Rank 0 draws it: what an exchange that failed has left on its way, or waits for, is never a later one's."""
-        numbers = self._gather(secrets.token_bytes(8), recovering)
-        self._exchanges = int.from_bytes(numbers[0], "little")
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
@@ -412,7 +403,7 @@ class RankGroup(OfOneProcess, ABC):
         self._round += 1
         fds = array("i", self._hangup_fds())
         try:
-            return _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
             passed = _C.group_passed(self.group, self.step) if recovering else None
             if passed is None:
@@ -492,7 +483,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def begin(self) -> None:
         """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
-        self._number_exchanges()
+        self.barrier()
 
     def peer_of(self, edge: Edge) -> int:
         """The rank at the other end of an edge of this rank."""

@@ -126,8 +126,6 @@ def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -
         return mapping(made, size)
     try:
         _, handed = receive(connections[first], 1)
-    except ConnectionError as error:
+    except OSError as error:
         raise _C.PipelineError(f"rank {first} left during set-up: {error}") from error
-    if handed is None:
-        raise _C.PipelineError(f"rank {first} left during set-up")
     return mapping(handed, size)

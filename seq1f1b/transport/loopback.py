@@ -54,13 +54,13 @@ class _LoopbackMemory:
                 _, self._arenas[edge], _ = edge_memory(self._arena_bytes)
             return self._arenas[edge]
 
-    def box(self, source: int, destination: int, exchanges: int) -> queue.SimpleQueue[Tensor]:
-        """Tensors on their way from one rank to another, in exchanges of this number."""
+    def box(self, source: int, destination: int, epoch: int) -> queue.SimpleQueue[Tensor]:
+        """Tensors on their way from one rank to another, in exchanges of this epoch."""
         with self._lock:
-            number, box = self._boxes.get((source, destination), (None, None))
-            if box is None or number != exchanges:
+            found, box = self._boxes.get((source, destination), (None, None))
+            if box is None or found != epoch:
                 box = queue.SimpleQueue()
-                self._boxes[source, destination] = exchanges, box
+                self._boxes[source, destination] = epoch, box
             return box
 
 
@@ -76,11 +76,11 @@ class _LoopbackRank(RankGroup):
         self._memory = memory
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
-        self._memory.box(self.rank, rank, self._exchanges).put(data.clone())
+        self._memory.box(self.rank, rank, self.epoch).put(data.clone())
         return lambda: None
 
     def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]:
-        box = self._memory.box(rank, self.rank, self._exchanges)
+        box = self._memory.box(rank, self.rank, self.epoch)
 
         def wait() -> None:
             while True:

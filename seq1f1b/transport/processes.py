@@ -82,6 +82,7 @@ class ProcessRank(RankGroup):
     """A rank that is a process of a torch process group, as are its peers, all of one host unless a subclass says more.
 
     Args:
+        generation: a number that no other pipeline of this process group has.
         connections: sockets to the ranks of the same host, by rank.
         block: memory that all ranks share.
         spoiled: memory of all ranks of this host, where it is not in the block: by it they tell of steps in which what
@@ -93,14 +94,15 @@ class ProcessRank(RankGroup):
         rank: int,
         size: int,
         process_group: Any,
+        generation: int,
         connections: dict[int, socket.socket],
         arena_bytes: int,
         block: object,
         spoiled: object | None = None,
     ) -> None:
-        group = _C.group_create(block, size, rank, *([] if spoiled is None else [spoiled]))
+        group = _C.group_create(block, size, rank, spoiled)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
-        self.process_group, self._connections = process_group, connections
+        self.process_group, self._generation, self._connections = process_group, generation, connections
         _open_groups.add(self)
 
     # -- edges in memory that two processes of a host share
@@ -122,8 +124,6 @@ class ProcessRank(RankGroup):
             data, handed = receive(connection, _ARENA.size)
         except OSError as error:
             raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
-        if handed is None:
-            raise _C.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
         *found, size = _ARENA.unpack(data)
         if found != [*edge]:
             raise _C.PipelineError(
@@ -135,7 +135,8 @@ class ProcessRank(RankGroup):
     # -- gradients of tied parameters
 
     def _exchange_tag(self) -> int:
-        return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 1)
+        """What an exchange that failed has left on its way, or waits for, is never a later one's."""
+        return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
         work = dist.isend(data, group=self.process_group, group_dst=rank, tag=self._exchange_tag())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
 from torch.distributed.rendezvous import rendezvous
 
-from seq1f1b.transport.shared_store import SharedStore
+from seq1f1b.transport.meeting import SharedStore, poll
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SHARED = ("env://", "tcp://")  # ways of meeting that torch takes to torchrun's store
@@ -71,11 +71,11 @@ def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> s
     Each writes a random token, and which tokens it sees. Once all see the same ones, those are of ranks that are alive:
     each of them has seen this rank's own, which is new.
     """
-    own, start, pause = secrets.token_hex(8).encode(), time.monotonic(), 1e-3
+    own, start = secrets.token_hex(8).encode(), time.monotonic()
     tokens = [f"token/{each}" for each in range(size)]
     views = [f"view/{each}" for each in range(size)]
-    store.set(tokens[rank], own)
-    while True:
+
+    def look() -> str | None:
         view = b" ".join(store.get(key) or b"-" for key in tokens)
         store.set(views[rank], view)
         others = [store.get(key) or b"" for key in views]
@@ -84,5 +84,7 @@ def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> s
         if time.monotonic() - start > limit_s:
             missing = [each for each, other in enumerate(others) if own not in other.split()]
             raise TimeoutError(f"ranks {missing} have not come to init_process_group for {limit_s:.0f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+        return None
+
+    store.set(tokens[rank], own)
+    return poll(look, 0.05)

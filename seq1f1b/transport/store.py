@@ -9,18 +9,19 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
+from seq1f1b.transport.meeting import Meeting, poll
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
-from seq1f1b.transport.rendezvous import Rendezvous
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
 _T = TypeVar("_T")
+_CLOSED = "close()"  # what a rank does from close on
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
 _TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of each; torch's tags are 31 bits
 
@@ -42,27 +43,25 @@ class StoreRank(ProcessRank):
     Edges between processes that could meet use shared memory, the others the process group.
 
     Args:
-        rendezvous: its store, and the worker that talks to that, which is closed with this rank; its attempt is a
-            number that no other pipeline of this process group has.
+        meeting: its store, and the worker that talks to that, which is closed with this rank.
     """
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
-        process_group: Any,
+        meeting: Meeting,
         connections: dict[int, socket.socket],
         arena_bytes: int,
         spoiled: object | None,
     ) -> None:
-        rank, size, self._generation = rendezvous.rank, rendezvous.size, rendezvous.attempt
+        rank, size = meeting.rank, meeting.size
         block = private_mapping(_C.group_block_bytes(size))
-        super().__init__(rank, size, process_group, connections, arena_bytes, block, spoiled)
-        self._worker, self._store = rendezvous.worker, rendezvous.store
+        super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
+        self._worker, self._store = meeting.worker, meeting.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
-        self._passed = 0  # the last step of which this rank has told why nobody can meet it there
+        self._passed = Failure(rank, "", "", "", 0)  # why nobody can meet this rank in that step, or in one before
         self._read: dict[int, bytes] = {}  # others' progress as last read
         self._begun = dict.fromkeys(range(size), 0)  # the last step that each rank began, as far as is known
         self._lost: str | None = None  # who is gone for good, in words
@@ -76,17 +75,21 @@ class StoreRank(ProcessRank):
         for connection in self._connections.values():
             self._hang_ups.register(connection, select.POLLRDHUP)
         self._ask(self._publish_progress)
-        self._worker.watch(self._watch, _WATCH_PERIOD, self._lose_store)
+        self._worker.watch(self._watch, _WATCH_PERIOD)
 
     # -- the watcher's
 
     def _watch(self) -> None:
-        self._find_the_lost()
-        if self._watching:
-            self._exchange_failure()
-        self._turns += 1
-        if self._turns % (4 * max(1, self.size // 16)) == 0:
-            self._exchange_progress()
+        try:
+            self._find_the_lost()
+            if self._watching:
+                self._exchange_failure()
+            self._turns += 1
+            if self._turns % (4 * max(1, self.size // 16)) == 0:
+                self._exchange_progress()
+        except Exception as error:
+            self._lose_store(error)
+            raise
 
     def _lose_store(self, error: BaseException) -> None:
         """Without the store nobody learns from the others: who has ended is known to its neighbours only."""
@@ -103,18 +106,27 @@ class StoreRank(ProcessRank):
 
     def _publish_progress(self) -> None:
         what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
-        value = what, age, waiting_for, self._begun[self.rank]
+        value = what, age, waiting_for, self._begun[self.rank], tuple(self._passed)
         self._store.set(self._key(f"progress/{self.rank}"), pack(value))
+
+    def _read_progress(self) -> dict[int, bytes]:
+        """What the other ranks have published, by rank; nothing until all have."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
+        return dict(zip(others, found or (), strict=False))
+
+    def _find_closed(self) -> set[int]:
+        return {rank for rank, value in self._read_progress().items() if unpack(value)[0] == _CLOSED}
 
     def _exchange_failure(self) -> None:
         """Publishes this process's failure, or learns of another's; the first one in the store stays.
 
         It ends the earliest step that any rank failed in.
         """
-        key = self._key(f"failure/{self._epoch}")
+        key = self._key(f"failure/{self.epoch}")
         failure = _C.group_failure(self.group)
         if failure is not None:
-            *first, step = unpack(self._store.set_first(key, pack(failure)))
+            *first, step = unpack(self._store.swap(key, b"", pack(failure)))
             if failure[-1] < step:  # where two ranks do so at once, the earlier step is written at the next look
                 self._store.set(key, pack((*first, failure[-1])))
         elif (other := self._store.get(key)) is not None:
@@ -122,16 +134,14 @@ class StoreRank(ProcessRank):
 
     def _exchange_progress(self) -> None:
         self._publish_progress()
-        keys = {rank: self._key(f"progress/{rank}") for rank in range(self.size) if rank != self.rank}
-        keys = {rank: key for rank, key in keys.items() if rank in self._read or self._store.has(key)}
-        for rank, value in zip(keys, self._store.get_all(list(keys.values())) or (), strict=True):
+        for rank, value in self._read_progress().items():
             if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
                 continue
             self._read[rank] = value
-            what, age, waiting_for, self._begun[rank] = unpack(value)
+            what, age, waiting_for, self._begun[rank], _ = unpack(value)
             if age >= 0:
                 _C.group_set_progress(self.group, rank, what, age, waiting_for)
-            if what == "close()":
+            if what == _CLOSED:
                 self._closed.add(rank)
 
     def _find_the_lost(self) -> None:
@@ -145,14 +155,14 @@ class StoreRank(ProcessRank):
             self._lost = self.lose(rank, "it has closed")
         while not self._suspects.empty():
             rank, why, edge = self._suspects.get()
-            if edge is None and self._store.has(self._key(f"closed/{rank}")):
+            if edge is None and rank in self._find_closed():
                 continue
             self._gone.add(rank)
             if self._watching:  # it may have gone because of a failure that it told
                 self._exchange_failure()
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
-            self._store.set_first(self._key("lost"), self._lost.encode())
+            self._store.swap(self._key("lost"), b"", self._lost.encode())
 
     def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
         """A connection ended, from any thread. edge: on which a message was under way; None: perhaps it was closed."""
@@ -165,8 +175,10 @@ class StoreRank(ProcessRank):
         try:
             limit_s = self.timeout_s if limit_s is None else limit_s
             return self._worker.ask(do, limit_s, (lambda: None) if recovering else self.check)
-        except (ConnectionError, TimeoutError) as error:
-            raise self._failure(0, self._lost or str(error)) from error
+        except _C.PipelineError:
+            raise
+        except Exception as error:
+            raise self._failure(0, self._lost or first_line(error)) from error
 
     # -- steps
 
@@ -213,14 +225,13 @@ class StoreRank(ProcessRank):
 
     def _pass(self, failure: Failure) -> None:
         """Tells the others that nobody can meet this rank in a step any more, or in one before."""
-        if self._passed < failure.step:
-            self._passed = failure.step
-            self._store.set(self._key(f"passed/{self.rank}"), pack(tuple(failure)))
+        if self._passed.step < failure.step:
+            self._passed = failure
+            self._publish_progress()
 
     def _look_passed(self) -> Failure | None:
         """The failure of a rank that has passed this step; None if there is none."""
-        everyones = [self._store.get(self._key(f"passed/{rank}")) for rank in range(self.size) if rank != self.rank]
-        found = [Failure(*unpack(told)) for told in everyones if told is not None]
+        found = (Failure(*unpack(value)[-1]) for value in self._read_progress().values())
         return next((failure for failure in found if failure.step >= self.step), None)
 
     def _check_passed(self) -> None:
@@ -255,13 +266,9 @@ class StoreRank(ProcessRank):
         peers = {relay.peer for relay in self._relays.values()}
 
         def look() -> list[tuple[int, bytes]]:
-            found = []
-            for peer in peers:
-                if (theirs := self._store.get(self._key(f"in flight/{peer}"))) is not None:
-                    found.append((peer, theirs))
-                elif self._store.has(self._key(f"closed/{peer}")):
-                    found.append((peer, pack({})))
-            return found
+            closed = self._find_closed()  # first: who closes has told by then what it has in flight
+            told = {peer: self._store.get(self._key(f"in flight/{peer}")) for peer in peers}
+            return [(peer, theirs or pack({})) for peer, theirs in told.items() if theirs or peer in closed]
 
         while (peers := peers - self._gone) and (left_s := deadline - time.monotonic()) > 0:
             for peer, theirs in self._ask(look, limit_s, recovering=True):
@@ -274,7 +281,7 @@ class StoreRank(ProcessRank):
     # -- collectives and edges
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
-        store, keys = self._store, self._gather_keys(self._round)
+        store, keys, start = self._store, self._gather_keys(self._round), time.monotonic()
 
         def look() -> tuple[list[bytes] | None, Failure | None]:
             if recovering and self._lost is None and (lost := store.get(self._key("lost"))) is not None:
@@ -282,12 +289,10 @@ class StoreRank(ProcessRank):
             values = store.get_all(keys)
             return values, self._look_passed() if recovering and values is None else None
 
-        self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
-        start, pause = time.monotonic(), 1e-4
-        while True:
+        def meet() -> list[bytes] | None:
             values, passed = self._ask(look, recovering=recovering)
             if values is not None:
-                break
+                return values
             if passed is not None:
                 raise self._will_not_meet(passed)
             if recovering and self._lost is not None:
@@ -298,13 +303,15 @@ class StoreRank(ProcessRank):
             if time.monotonic() - start > self.timeout_s:
                 for rank in self._missing(keys, recovering=True):
                     self.check_progress(rank, "all ranks to meet")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-        if self._round >= 2:  # all have read it: they were all at the round before this one
-            read = self._gather_keys(self._round - 2)[self.rank]
+            return None
+
+        self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
+        found = poll(meet, 0.01)
+        if self._round > 0:  # who has come to this round has read the one before
+            read = self._gather_keys(self._round - 1)[self.rank]
             self._ask(lambda: store.delete(read), recovering=recovering)
         self._round += 1
-        return values
+        return found
 
     def _missing(self, keys: list[str], recovering: bool = False) -> list[int]:
         """Ranks that have not come to a round."""
@@ -322,15 +329,12 @@ class StoreRank(ProcessRank):
             raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
 
     def _gather_keys(self, turn: int) -> list[str]:
-        return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
+        return [self._key(f"gather/{self.epoch}/{turn}/{rank}") for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
-        """Deletes the gathers of the last two rounds, which nobody could delete before."""
-        for turn in range(max(0, self._round - 2), self._round):
-            for key in self._gather_keys(turn):
-                self._store.delete(key)
-        for name in ("begins", *(f"passed/{rank}" for rank in range(self.size))):
-            self._store.delete(self._key(name))
+        """Deletes the gathers of the last round, which nobody could delete before."""
+        for key in (self._key("begins"), *(self._gather_keys(self._round - 1) if self._round else ())):
+            self._store.delete(key)
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
@@ -366,7 +370,7 @@ class StoreRank(ProcessRank):
         The first wish stands. Whoever has begun waits for a farewell of its neighbours, which nothing else ends.
         """
         if self._begins is None:
-            found = self._ask(lambda: self._store.set_first(self._key("begins"), wish.encode()), recovering=True)
+            found = self._ask(lambda: self._store.swap(self._key("begins"), b"", wish.encode()), recovering=True)
             self._begins = found == b"yes"
         return self._begins
 
@@ -392,12 +396,11 @@ class StoreRank(ProcessRank):
             if failed:  # perhaps just now: whoever meets the others waits for this
                 self._ask(self._exchange_failure, limit_s, recovering=True)
             self._ask(self._publish_progress, limit_s, recovering=True)
-            self._ask(lambda: self._store.set(self._key(f"closed/{self.rank}"), b"-"), limit_s, recovering=True)
         for lifeline in self._lifelines.values():
             lifeline.close()
 
         def is_over() -> bool:
-            have_closed = self._store.has(*(self._key(f"closed/{rank}") for rank in range(self.size)))
+            have_closed = len(self._find_closed()) == self.size - 1
             if have_closed:
                 self._delete_gathers()
             return have_closed

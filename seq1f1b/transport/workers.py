@@ -34,12 +34,10 @@ class Worker:
 
     Args:
         failed: hears, in the thread, what a task raised.
-        breaks: whether the thread ends with the first error of a task that is no PipelineError; :attr:`lost` tells it.
     """
 
-    def __init__(self, name: str, failed: Callable[[BaseException], None] | None = None, breaks: bool = False) -> None:
-        self.lost: str | None = None
-        self._failed, self._breaks = failed, breaks
+    def __init__(self, name: str, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        self._failed = failed
         self._turn, self._period, self._turn_at = _nothing, math.inf, math.inf
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         weakref.finalize(self, self._tasks.put, None).atexit = False  # a group that closes at exit needs it
@@ -70,14 +68,14 @@ class Worker:
                 return value  # type: ignore[no-any-return]
             look()
             if not self._thread.is_alive() and answer.empty():
-                raise ConnectionError(self.lost or f"{self._thread.name} has ended")
+                raise ConnectionError(f"{self._thread.name} has ended")
             if time.monotonic() > deadline:
                 name = self._thread.name.removeprefix("seq1f1b ")
                 raise TimeoutError(f"{name} was asked {limit_s:.0f} s ago and does not answer")
 
-    def watch(self, turn: Callable[[], None], period: float, failed: Callable[[BaseException], None]) -> None:
-        """From now on the thread takes a turn after each period, in seconds; the other function hears what ends it."""
-        self._turn, self._period, self._turn_at, self._failed = turn, period, 0.0, failed
+    def watch(self, turn: Callable[[], None], period: float) -> None:
+        """From now on the thread takes a turn after each period, in seconds, until one raises."""
+        self._turn, self._period, self._turn_at = turn, period, 0.0
         self.put(_nothing)
 
     def close(self, wait_s: float = 0.2) -> None:
@@ -92,12 +90,10 @@ class Worker:
         try:
             answer.put(((task or self._turn)(), None))
         except BaseException as error:
-            is_refusal = task is not None and isinstance(error, _C.PipelineError)  # the thread goes on
-            if self._breaks and not is_refusal:
-                self.lost = first_line(error)
-            answer.put((None, error if self.lost is None else ConnectionError(self.lost)))
-            if self._failed is not None and not is_refusal:
-                self._failed(error)
+            if task is None:
+                self._turn_at = math.inf
+            answer.put((None, error))
+            self._failed(error)
         return None if self._turn_at == math.inf else max(0.0, self._turn_at - time.monotonic())
 
 
@@ -116,6 +112,4 @@ def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> No
         if entry is None or (worker := find()) is None:
             return
         seconds = worker._do(*entry)
-        if worker.lost is not None:
-            return
         del entry, worker  # or the last message's tensors live on

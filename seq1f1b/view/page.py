@@ -15,6 +15,7 @@ from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
+from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import Simulation
 from seq1f1b.timeline_text import extent
 from seq1f1b.unit import Timeline, Unit, inputs_of
@@ -122,7 +123,7 @@ def memory_changes(run: Simulation) -> list[Changes]:
     """
     if run.given is None:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
-    names = [_C.HOLDINGS[row.counts_with].name for row in _C.HOLDINGS]
+    names = [HOLDINGS[row.counts_with].name for row in HOLDINGS]
     found = []
     for track, bytes_of in zip(run.timeline, run.schedule._byte_changes(run.given), strict=True):
         changes = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seq1f1b import _C
+from seq1f1b.flat import HOLDINGS
 from seq1f1b.timeline_text import PASSES
 from seq1f1b.unit import Timeline, Unit
 
@@ -36,7 +36,7 @@ def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone:
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
 _STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
-STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in _C.PASSES}
+STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in PASSES}
 
 
 def color_of(unit: Unit) -> tuple[float, ...]:
@@ -85,8 +85,8 @@ def page_facts() -> dict[str, Any]:
         found = [color_of(Unit(letter, 0, microbatch, 0)) for microbatch in range(len(MICROBATCH_COLORS))]
         return [{"fill": f"rgb({','.join(str(round(255 * c)) for c in one)})", "ink": ink_on(one)} for one in found]
 
-    texts = {**{row.name: row.text for row in _C.HOLDINGS}, **_HOLDING_TEXTS}
-    names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h)]
+    texts = {**{row.name: row.text for row in HOLDINGS}, **_HOLDING_TEXTS}
+    names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(HOLDINGS) if row.counts_with == h)]
     return {
         "passes": [{"letter": letter, "text": text, "colors": colors(letter)} for letter, text in PASSES.items()],
         "holdings": [

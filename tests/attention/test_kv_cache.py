@@ -251,7 +251,8 @@ def test_bytes_are_those_of_the_plan(v_head_dim: int) -> None:
                 with step.unit("B", m, s, slot=m):
                     outs[m, s].sum().backward()
         assert _C.kv_cache_bytes(cache) == (slots * layers * elements * 2, layers * elements * sums)
-        assert {(layer.head_dim, layer.v_head_dim) for layer in _C.kv_cache_layers(cache)} == {(4, v_head_dim)}
+        of_token = (4 + v_head_dim) * 2, (4 + v_head_dim) * sums
+        assert [layer[1:] for layer in _C.kv_cache_layers(cache)] == [of_token] * layers
 
 
 @pytest.mark.skipif(

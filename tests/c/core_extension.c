@@ -16,16 +16,16 @@ static PyObject *none(s1f_status status)
 }
 
 /* "O&" converters from a handle of seq1f1b._C to what it holds. */
-#define TO(name, NAME)                                                                                                 \
+#define TO(name)                                                                                                       \
     static int to_##name(PyObject *handle, void *out)                                                                  \
     {                                                                                                                  \
-        s1f_##name *held = PyCapsule_GetPointer(handle, S1F_CAPSULE_##NAME);                                           \
+        s1f_##name *held = PyCapsule_GetPointer(handle, S1F_CAPSULE(name));                                            \
         *(s1f_##name **)out = held;                                                                                    \
         return held != NULL;                                                                                           \
     }
-TO(edge_end, EDGE_END)
-TO(kv_cache, KV_CACHE)
-TO(program, PROGRAM)
+TO(edge_end)
+TO(kv_cache)
+TO(program)
 
 /* -- edges: a transfer at a time, as the executor's instructions ask for it ---------------------------------------- */
 

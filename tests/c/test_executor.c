@@ -363,6 +363,7 @@ static void test_several_messages(void)
     move_before(instruction_of(&p, 1, S1F_OP_WAIT, second), instruction_of(&p, 1, S1F_OP_RUN, first));
     s1f_instruction *gradient = instruction_of(&p, 1, S1F_OP_SEND, backward);
     gradient->unit = second;
+    p.program->edges->edges[gradient->edge].sender[gradient->sequence] = 1; /* F0.1 in the order of its rank */
     move_before(gradient, instruction_of(&p, 1, S1F_OP_SEND, second));
     for (int32_t rank = 0; rank < 3; rank++) {
         make_rank(&states[rank], &p, rank);

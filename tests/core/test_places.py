@@ -12,6 +12,7 @@ from orders import random_order
 
 from seq1f1b import _C, Costs, Links, Schedule, build_schedule
 from seq1f1b.schedule import families
+from seq1f1b.unit import edges_of
 
 FAMILIES = {family.name: family for family in families()}
 AMPLE = 10**6  # every message has a place of its own
@@ -43,7 +44,7 @@ def counted_places(schedule: Schedule, costs: Costs) -> list[int]:
     }
     last_kind = "W" if "W" in schedule.kinds else "B" if "B" in schedule.kinds else "F"
     found = []
-    for edge in _C.program_edges(_C.program_lower(schedule.handle, 0, False, _C.NO_RANK)):
+    for edge in edges_of(_C.program_lower(schedule.handle, 0, False, _C.NO_RANK)):
         kinds = "BI" if edge.channel else "F"
         makers = [u for u in schedule.ranks[edge.source_rank] if u.stage == edge.source_stage and u.kind in kinds]
         readers = [unit._replace(kind=last_kind, stage=edge.destination_stage) for unit in makers]
@@ -122,7 +123,7 @@ def test_an_order_that_goes_back_has_few_places() -> None:
         order = schedule.replace(costs=random_costs(rng, schedule))
         program = _C.program_lower(schedule.handle, 0)
         live = [_C.program_stage_peak(program, stage)[0] for stage in range(schedule.num_stages)]
-        for places, edge in zip(order.places, _C.program_edges(program), strict=True):
+        for places, edge in zip(order.places, edges_of(program), strict=True):
             held = live[edge.destination_stage] + (0 if edge.channel else live[edge.source_stage])
             assert places <= held + 1
 

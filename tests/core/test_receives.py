@@ -14,7 +14,7 @@ from core_extension import core
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, Schedule, Unit, schedules
-from seq1f1b.unit import unit_of
+from seq1f1b.unit import edges_of, unit_of
 
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 
@@ -30,7 +30,7 @@ def programs(
         ]
         for r in range(schedule.num_ranks)
     ]
-    return ranks, _C.program_edges(handle)
+    return ranks, edges_of(handle)
 
 
 class Machine:

@@ -93,7 +93,7 @@ BROKEN = {
     ),
     "last segment": (
         "F0.0 B0.1 F0.1 B0.0",
-        "the last segment goes back after every forward of its micro-batch: on rank 0 B0.1 comes before F0.1",
+        "a segment goes back after its own forward: on rank 0 B0.1 comes before F0.1",
     ),
     "backward segments": (
         "F0.0 F0.1 B0.0 B0.1",
@@ -183,15 +183,15 @@ SPREAD = "F0.0 S0.0 T0.0 B0.0"
         # trees
         (
             TREE + "F0.1 F0.0 F0.2 B0.2 B0.1 B0.0",
-            "a segment goes forward after its parent: on rank 0 F0.1 comes before F0.0",
+            "a segment goes forward after the one before it: on rank 0 F0.1 comes before F0.0",
         ),
         (TREE + "F0.0 F0.1 B0.2 F0.2 B0.1 B0.0", "a segment goes back after its own forward: on rank 0 B0.2 comes"),
         (
             TREE + "F0.0 F0.1 F0.2 B0.2 B0.0 B0.1",
-            "a segment goes back after its children: on rank 0 B0.0 comes before B0.1",
+            "a segment goes back after the one behind it: on rank 0 B0.0 comes before B0.1",
         ),
-        (TREE + "F0.0 F0.1 B0.1 B0.0 F0.2 B0.2", "a segment goes back after its children: on rank 0 B0.0 comes"),
-        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "after its children: on rank 0 I0.0 comes before I0.2"),
+        (TREE + "F0.0 F0.1 B0.1 B0.0 F0.2 B0.2", "a segment goes back after the one behind it: on rank 0 B0.0 comes"),
+        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "the one behind it: on rank 0 I0.0 comes before I0.2"),
         (TREE + "F0.0 F0.1 F0.2 B0.2 B0.1", "each unit runs once: B0.0 is missing in the order of rank 0"),
     ],
 )

@@ -55,9 +55,9 @@ class Trace:
 
 
 def lines_of(code: CodeType) -> int:
-    """Lines of a function without its docstring: of its code, from the first line to the last."""
-    numbers = [line for _, _, line in code.co_lines() if line is not None]
-    return max(numbers) - code.co_firstlineno + 1
+    """Lines of a function's body, without its docstring."""
+    numbers = [line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno]
+    return max(numbers) - min(numbers) + 1 if numbers else 1
 
 
 class Block(nn.Module):

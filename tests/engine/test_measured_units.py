@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seq1f1b.seconds import Fit, PassSeconds, ShardSeconds, Span, pairs_of, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import Fit, PassSeconds, ShardSeconds, Span, arrays_of, pairs_of, seconds_of, shards_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of
 
 SPAN = Span(10, 55.0, 10)
@@ -59,11 +59,12 @@ def test_fitted_units_tell_those_of_another_length() -> None:
             found.append(("S", stage, span, (1.0 + stage) * span.tokens))
     units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
     assert [span.pairs for span in spans] == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
-    assert seconds_of(units, spans).forward == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
-    shards = shards_of(units, spans)
+    arrays = arrays_of(spans)
+    assert seconds_of(units, arrays).forward == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
+    shards = shards_of(units, arrays)
     assert shards["statistics"] == [pytest.approx([7.5, 10.5])] * 2 and shards["embed"] == [[0.0, 0.0]] * 2
 
 
 def test_stages_of_one_kind_share_their_list() -> None:
-    found = seconds_of(Known(), spans_of([3, 4]))
+    found = seconds_of(Known(), arrays_of(spans_of([3, 4])))
     assert found.weight == [[15.0, 20.0]] * 2 and found.weight[0] is found.weight[1]

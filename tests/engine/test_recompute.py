@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import seq1f1b
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b.attention.unit import current
 from seq1f1b.engine.recompute import digest
 from seq1f1b.testing import run_ranks
 
@@ -95,7 +96,7 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.dropout(self.stage(x), 0.4, training=self.training)
-        unit = seq1f1b._C.current_unit()
+        unit = current()
         self.made.setdefault((unit.microbatch, unit.segment), []).append(y.detach().clone())
         return y
 
@@ -267,7 +268,7 @@ class Failing(nn.Module):
         self.stage, self.at = stage, None
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = seq1f1b._C.current_unit()
+        unit = current()
         if torch.is_grad_enabled() and self.at == (unit.microbatch, unit.segment):
             raise ValueError("no such token")
         return self.stage(x)

@@ -22,6 +22,7 @@ from tiny_model import batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
 
 from seq1f1b import _C, LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b.engine.offload import TierFacts
 from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ class Loads:
 
     def out(self, number: int, sizes: list[int]) -> None:
         parts = [torch.randint(256, (size + 64,), dtype=torch.uint8)[64:] for size in sizes]
-        _C.tier_out(self.tier, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
+        _C.tier_move(self.tier, True, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
         _C.tier_wait(self.tier, self.group.group, number)
         self.out_there[number] = parts
 
@@ -48,7 +49,7 @@ class Loads:
         begins = [-room.data_ptr() % _C.TIER_ALIGNMENT for room in rooms]
         addresses = [room.data_ptr() + begin for room, begin in zip(rooms, begins, strict=True)]
         places = zip(addresses, map(len, parts), strict=True)
-        _C.tier_in(self.tier, number, array("q", [x for place in places for x in place]))
+        _C.tier_move(self.tier, False, number, array("q", [x for place in places for x in place]))
         _C.tier_wait(self.tier, self.group.group, number)
         for part, room, begin in zip(parts, rooms, begins, strict=True):
             assert torch.equal(room[begin : begin + len(part)], part)
@@ -76,7 +77,7 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
         loads.out(number, [10_000, 3])  # 3 blocks and 1
         if number >= 3:
             loads.back(number - 3)
-    facts = _C.tier_facts(loads.tier)
+    facts = TierFacts(*_C.tier_facts(loads.tier))
     assert (facts.room_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
 
 
@@ -87,7 +88,7 @@ def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> N
         loads.back(number)
     moving = time.monotonic_ns() - begin
     time.sleep(0.1)
-    facts = _C.tier_facts(loads.tier)
+    facts = TierFacts(*_C.tier_facts(loads.tier))
     assert facts.ns_out > 0 and facts.ns_in > 0 and facts.ns_out + facts.ns_in <= moving
 
 
@@ -260,7 +261,7 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         start = time.perf_counter()
-        _C.tier_out(loads.tier, 1, array("q", [part.data_ptr(), len(part)] * 128))
+        _C.tier_move(loads.tier, True, 1, array("q", [part.data_ptr(), len(part)] * 128))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
             _C.tier_wait(loads.tier, loads.group.group, 1)

@@ -188,12 +188,17 @@ def test_autocast():
     model = whole_model(CONFIG, torch.float32)
     schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
     exact = run_whole(model, tokens, target, 2)[1]
+
+    def error(gradients):  # of all together: the worst parameter's is a matter of chance where gradients nearly cancel
+        pairs = [(gradients[name].flatten(), truth.flatten()) for name, truth in exact.items()]
+        found, truth = map(torch.cat, zip(*pairs, strict=True))
+        return float((found - truth).norm() / truth.norm())
+
     with torch.autocast("cpu", torch.bfloat16):
-        whole = gradient_error(run_whole(model, tokens, target, 2)[1], exact)
+        whole = error(run_whole(model, tokens, target, 2)[1])
         model.zero_grad()
         _, gradients, _ = run_order(model, schedule, tokens, target, head={})
-    error = gradient_error(gradients, exact)
-    assert 1e-4 < error < 1.5 * whole, "bf16 products, gradients of float32 parameters"
+    assert 1e-4 < error(gradients) < 1.5 * whole, "bf16 products, gradients of float32 parameters"
     assert {g.dtype for g in gradients.values()} == {torch.float32}
 
 

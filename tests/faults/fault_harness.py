@@ -52,7 +52,7 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "module raises": (4, ("step", "step", "eval")),
     "loss raises": (3, ("step", "eval")),
     "hook raises": (4, ("step",)),
-    "raises": (3, ("between", "save")),
+    "raises": (3, ("between", "save", "make")),
     "bad call": (5, ("twice", "twice", "clip", "gather", "report", "verify")),
     "left well": (4, ("step", "step", "eval")),
     "wrong shape": (4, ("step", "eval")),

@@ -35,6 +35,7 @@ import seq1f1b
 from seq1f1b import Limits, PipelineEngine
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.transport import descriptors
+from seq1f1b.transport.meeting import Meeting
 
 P, M, K = 3, 3, 2
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -44,7 +45,8 @@ SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
 # Calls that failing_calls.c can make fail, with their numbers there, and the errors that they may give.
 CALLS = {"mmap": 1, "memfd_create": 2, "socket": 4, "pthread_create": 8, "open": 16, "write": 32}
 ERRORS = {"mmap": "ENOMEM", "memfd_create": "EMFILE", "socket": "EMFILE", "pthread_create": "EAGAIN"}
-MEMORY = descriptors.memory
+MEMORY, GATHER = descriptors.memory, Meeting.gather
+ROUNDS = 3  # of a meeting
 CALLS_OF = {
     "make": ("mmap", "memfd_create", "socket", "pthread_create", "open"),
     "step": ("mmap", "open"),
@@ -301,6 +303,16 @@ class Rank:
 
         descriptors.memory = memory
 
+    def strike_in_a_round(self, fault: Fault) -> None:
+        """Strikes as this rank comes to one of the rounds of its meeting."""
+
+        def gather(meeting: Meeting, value: Any) -> list[Any]:
+            if meeting._round == fault.choice % ROUNDS:
+                self.strike(fault)
+            return GATHER(meeting, value)
+
+        Meeting.gather = gather  # type: ignore[method-assign]
+
     def strike_soon(self, fault: Fault) -> None:
         """Strikes from another thread a few milliseconds later, whatever this rank does then."""
 
@@ -354,19 +366,21 @@ class Rank:
             lowest = os.open("/dev/null", os.O_RDONLY)
             os.close(lowest)
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + mine.choice % 7, limits[1]))
-        elif mine is not None and (mine.kind == "sleep" or (mine.kind.startswith("holder") and mine.choice % 2)):
+        elif mine is not None and mine.kind.startswith("holder") and mine.choice % 2:
             self.strike(mine)
         elif mine is not None and mine.kind == "call fails":
             self.make_a_call_fail(mine)
         elif mine is not None and mine.kind == "slow set-up":
             self.slow_down(mine)
+        elif mine is not None and (mine.kind in ("raises", "sleep") or mine.unit[-1] == "0"):
+            self.strike_in_a_round(mine)
         elif mine is not None:
             self.strike_soon(mine)
         try:
             self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            descriptors.memory = MEMORY
+            descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]
         self._trap_weights(self.engine)
         # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
         self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)

@@ -16,6 +16,7 @@ from flat_costs import simulation_of
 from orders import random_order, with_moves, with_recomputation
 
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Unit, build_schedule
+from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import PeakMemory, StepMemory
 
 # -- small cases by hand -----------------------------------------------------------------------------------------------
@@ -679,6 +680,6 @@ def test_filling_draws_the_same_jitter() -> None:
 
 def test_what_is_held_has_a_field_of_its_name() -> None:
     constant = {"weights", "optimizer", "logits"}  # held throughout a step, so that no unit takes or frees them
-    assert {row.name for row in _C.HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
-    shown = {row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
+    assert {row.name for row in HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
+    shown = {row.name for h, row in enumerate(HOLDINGS) if row.counts_with == h}
     assert shown | constant | {"receive", "total"} == {field.name for field in fields(PeakMemory)}

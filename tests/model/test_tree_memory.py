@@ -244,7 +244,7 @@ def test_bad_sizes() -> None:
         _C.schedule_assign_rows(order.handle, 0, array("q", [1, 2]))
     with pytest.raises(ValueError, match="rank"):
         _C.schedule_assign_rows(order.handle, 1, array("q", [1, 2, 3]))
-    with pytest.raises(_C.ScheduleError, match="after its children"):
+    with pytest.raises(_C.ScheduleError, match="after the one behind it"):
         _C.schedule_assign_rows(
             Schedule.from_text("parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2").handle, 0, array("q", [1, 2, 3])
         )

@@ -262,7 +262,7 @@ def test_bytes_between_i_and_w_by_hand(recompute):
 def test_bytes_of_cache_state_and_experts_by_hand():
     machine = replace(ideal(), activation_factor=1.0)
     cost = CostModel(MIXED, machine, num_ranks=3, seq_len=40)
-    first, last = cost.parts.counts_of(0), cost.parts.counts_of(2)
+    first, _, last = (cost.parts.stages[kind].counts for kind in cost.parts.kinds)
     assert (first, last) == ((1, 1, 0), (0, 1, 1))
     assert cost.parts.cached(first, 10) == (2 * 10 * 2 * 48 * 2, 2 * 10 * 2 * 48 * 4)  # bf16, gradients in fp32
     assert cost.parts.cached(last, 10) == (10 * 2 * 48 * 2, 10 * 2 * 48 * 4)

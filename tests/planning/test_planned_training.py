@@ -24,7 +24,7 @@ from seq1f1b.data import DocumentBatches
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
-from seq1f1b.seconds import Span, seconds_of
+from seq1f1b.seconds import Span, arrays_of, seconds_of
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
@@ -283,7 +283,7 @@ def test_steps_are_planned_by_the_units_of_the_engine() -> None:
     (digests, costs, shares), (others, *_) = run_ranks(2, run)
     assert digests == others
     assert costs[3].source is costs[3].parts and len(costs) > 6
-    found = seconds_of(costs[-1].source, [Span(16, 16 * 17 / 2, 16), Span(64, 64 * 65 / 2, 64)])
+    found = seconds_of(costs[-1].source, arrays_of([Span(16, 16 * 17 / 2, 16), Span(64, 64 * 65 / 2, 64)]))
     for stage, (floor, per_token) in enumerate(terms):
         for seconds, size in zip(found.forward[stage], (16, 64), strict=True):
             slept = floor + per_token * size  # a line through units some of which others delayed may tilt a little

@@ -7,6 +7,7 @@ takes the same options and is measured against this.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,8 @@ class _Problem:
     def waits_for(self, unit: Unit) -> list[Unit]:
         """The units that must end before it starts, as the core has them; I stands for B."""
         counts = (len(self.rank_of_stage), self.num_microbatches, self.segments_of[unit.microbatch])
-        number = (_C.PASSES.index(unit.kind), *unit[1:])
-        return [unit_of(source) for source in _C.unit_inputs(*counts, _PASSES, number)]
+        numbers = array("i", [_C.PASSES.index(unit.kind), *unit[1:]])
+        return [unit_of(source) for source in _C.unit_inputs(*counts, 1, _PASSES, numbers, None)]
 
     def least_life(self, forward: Unit) -> int:
         """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""

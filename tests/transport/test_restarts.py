@@ -24,8 +24,8 @@ from torch import nn
 from seq1f1b import Limits, PipelineEngine, init_process_group
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
+from seq1f1b.transport.meeting import SharedStore
 from seq1f1b.transport.restart import agree_on_name
-from seq1f1b.transport.shared_store import SharedStore
 
 ROOT = Path(__file__).parents[2]
 

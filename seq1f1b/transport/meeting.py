@@ -1,0 +1,294 @@
+"""How the ranks of a process group come together: by small values, in the store that the group has."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
+
+from seq1f1b import _C
+from seq1f1b.transport.descriptors import uninterrupted
+from seq1f1b.transport.group import error_of
+from seq1f1b.transport.values import pack, unpack
+from seq1f1b.transport.workers import Worker, first_line
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_ANSWER = 5.0  # seconds in which a store answers a rank that ends a meeting, else nobody is told
+_TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
+
+_T = TypeVar("_T")
+
+
+def poll(look: Callable[[], _T | None], longest_pause: float) -> _T:
+    """Asks again and again, at first often. Returns the first answer that is not None."""
+    pause = 1e-4
+    while (found := look()) is None:
+        time.sleep(pause)
+        pause = min(2 * pause, longest_pause)
+    return found
+
+
+class SharedStore:
+    """A part of a process group's store: bytes by name. None of its calls waits for a key.
+
+    Whoever reaches the store may write to it. Where the launcher gives every rank the same ``SEQ1F1B_SECRET`` in the
+    environment, values carry a keyed digest (HMAC-SHA256 of name and value), and one without it ends the pipeline.
+
+    Args:
+        store: torch's. prefix: names the part.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store: Any = PrefixStore(prefix, store)
+        self.prefix = prefix
+        self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
+
+    @property
+    def place(self) -> str:
+        """Where the store is, to be put behind it in a text; "" for a file."""
+        base = self._store
+        while hasattr(base, "underlying_store"):
+            base = base.underlying_store
+        return f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def swap(self, key: str, expected: bytes, value: bytes) -> bytes:
+        """Sets it if this is there, ``b""`` for nothing; returns what stands."""
+        there = self._signed(key, expected) if expected else b""
+        return self._checked(key, self._store.compare_set(key, there, self._signed(key, value)))
+
+    def has(self, *keys: str) -> bool:
+        """Whether all of them are there."""
+        return bool(self._store.check(list(keys)))
+
+    def get(self, key: str) -> bytes | None:
+        """The value; None if there is none."""
+        return self._checked(key, self._store.get(key)) if self.has(key) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values; None unless all are there."""
+        if not keys or not self.has(*keys):  # torch would wait for one
+            return None if keys else []
+        return [self._checked(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        if not self._secret:
+            return value
+        return hmac.digest(self._secret, f"{self.prefix}/{key}".encode() + b"\0" + value, "sha256") + value
+
+    def _checked(self, key: str, value: bytes) -> bytes:
+        value = bytes(value)
+        plain = value[_DIGEST_BYTES:] if self._secret else value
+        if value and not hmac.compare_digest(value, self._signed(key, plain)):
+            raise _C.PipelineError(
+                f"{key!r} in the launcher's store is not signed with SEQ1F1B_SECRET: a rank has another secret, or "
+                "somebody else writes to the store"
+            )
+        return plain
+
+
+class _Known:
+    """What this process knows of a process group.
+
+    Attributes:
+        kept: messages under way. gone: the first rank that was gone before the set-up, and why nobody can meet it.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.gone: tuple[int, str] | None = None
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_last_attempt = 0  # of this process in any group: one made anew over an old store may have the name of one before
+
+
+class Meeting:
+    """One attempt of the ranks of a process group to come together, over the group's store.
+
+    The attempt has a number that all ranks agree on, however often each of them has tried. Every wait ends with
+    everybody's values, or with an error on all ranks that says which rank failed and why, or which has not come.
+    What is in the store is from the ranks of this process group: where torchrun may restart them,
+    :func:`seq1f1b.init_process_group` sees to that, for gloo as well.
+
+    Attributes:
+        attempt: 0 until this rank has come, or has ended what it would have come to.
+        worker: the thread that talks to the store. An interrupt does not reach it.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.store = SharedStore(process_group.get_group_store(), f"seq1f1b/{process_group.group_name}")
+        with _lock:
+            self._known = _known.setdefault(process_group, _Known())
+        self.attempt = self._round = 0
+        self._arrival_s = self._timeout_s = _ANSWER
+        self._is_over = False  # as all ranks hear, or as nobody can be told
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(f"seq1f1b the launcher's store{self.store.place}")
+        return self._worker
+
+    def begin(self, arrival_s: float, timeout_s: float) -> None:
+        """Comes to the newest attempt of all ranks, at least this rank's next one.
+
+        Args:
+            arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: for each later one.
+        """
+        self._arrival_s, self._timeout_s = arrival_s, timeout_s
+        gone = self._find_gone()
+        self.ask(self._come)
+        if gone is not None:
+            lost = error_of(*gone)
+            raise self.fail(lost) or lost
+        self.ask(self._check_failure)  # of this attempt, which the others have left
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's values (of :mod:`seq1f1b.transport.values`), by rank. Collective.
+
+        Raises:
+            PipelineError: another rank ended this attempt, or did not come.
+        """
+        limit_s = self._timeout_s if self._round else self._arrival_s
+        data, start = pack(value), time.monotonic()
+
+        def come() -> list[bytes] | None:
+            if (found := self.ask(self._look)) is not None:
+                return found
+            if self._round == 0 and self.ask(self._come):  # a rank has tried more often
+                self.ask(lambda: self.store.set(self._keys()[self.rank], data))
+            if time.monotonic() - start > limit_s:
+                raise self._name_the_missing(limit_s)
+            return None
+
+        self.ask(lambda: self.store.set(self._keys()[self.rank], data))
+        found = poll(come, 0.05)
+        if self._round > 0:  # who has come to this round has read the one before
+            read = self._keys(self._round - 1)[self.rank]
+            self.ask(lambda: self.store.delete(read))
+        self._round += 1
+        return [unpack(each) for each in found]
+
+    def fail(self, error: BaseException) -> _C.PipelineError | None:
+        """Ends this attempt on every rank, or this rank's next one if it has come to none.
+
+        Returns:
+            The failure that came first, if another did, as far as the store answers.
+        """
+
+        def tell() -> _C.PipelineError | None:
+            if self.attempt == 0:
+                self._come()
+            first = unpack(self.store.swap(f"{self.attempt}/failed", b"", pack(own)))
+            return None if first == own else error_of(*first)
+
+        if self._is_over:
+            return None
+        own = self.rank, f"rank {self.rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, _C.PipelineError):  # which says it all
+            own = getattr(error, "rank", self.rank), first_line(error)
+        first = None
+        with suppress(Exception):  # the store may be gone, and the error is what this rank has to say
+            first = self.worker.ask(tell, min(self._timeout_s, _ANSWER))
+        self._is_over = True
+        if self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+            time.sleep(0.2)
+        return first
+
+    def ask(self, do: Callable[[], _T]) -> _T:
+        """What a call of the store returns. Raises PipelineError where the store is lost, or silent."""
+        try:
+            return self.worker.ask(do, self._timeout_s)
+        except _C.PipelineError:
+            raise
+        except Exception as error:
+            self._is_over = self._is_over or isinstance(error, TimeoutError)  # nor would it answer a rank that fails
+            is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            who = "torchrun, which holds it" if is_launchers else "rank 0, which holds it unless a launcher does"
+            text = (
+                f"the pipeline's set-up: the launcher's store is lost{self.store.place} ({first_line(error)}): {who}, "
+                "has ended, is stopped or cannot be reached"
+            )
+            raise error_of(self.rank if is_launchers else 0, text) from error
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close(1.0)
+
+    # -- in the thread that talks to the store
+
+    def _come(self) -> bool:
+        """Comes to the newest attempt of all ranks, at least this rank's next one. Returns whether that is another."""
+        global _last_attempt
+        least, there = self.attempt or _last_attempt + 1, self.store.get("attempt") or b""
+        while int(there or b"0") < least:
+            there = self.store.swap("attempt", there, str(least).encode())
+        before, self.attempt = self.attempt, int(there)
+        with _lock:
+            _last_attempt = max(_last_attempt, self.attempt)
+        return self.attempt > before
+
+    def _look(self) -> list[bytes] | None:
+        if (found := self.store.get_all(self._keys())) is None:  # a failure that came later is one of the next round
+            self._check_failure()
+        return found
+
+    def _check_failure(self) -> None:
+        if (failure := self.store.get(f"{self.attempt}/failed")) is not None:
+            self._is_over = True
+            raise error_of(*unpack(failure))
+
+    # -- in the main thread
+
+    def _keys(self, turn: int | None = None) -> list[str]:
+        turn = self._round if turn is None else turn
+        return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
+
+    def _find_gone(self) -> tuple[int, str] | None:
+        """The first rank that was gone before the set-up: later ones may have left because of it.
+
+        The store cannot tell, so rank 0 begins to send each rank a message of the group, once. Nobody waits for these:
+        a thread that waits in gloo as the interpreter goes would end the process (torch 2.13).
+        """
+        known = self._known
+        with _lock, uninterrupted():
+            peers = range(0) if known.kept else range(1, self.size) if self.rank == 0 else [0]
+            data = torch.zeros(1, device="cpu")
+            for peer in peers:
+                begin, end = (dist.isend, "group_dst") if self.rank == 0 else (dist.irecv, "group_src")
+                try:
+                    known.kept += [data, begin(data, group=self.process_group, tag=_TAG, **{end: peer})]
+                except RuntimeError as error:
+                    why = f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}"
+                    known.kept.append(why)
+                    known.gone = known.gone or (peer, why)
+        return known.gone
+
+    def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
+        """Ends the attempt in the name of the ranks that have not come; or with the failure that came first."""
+        there = self.ask(lambda: [self.store.has(key) for key in self._keys()])
+        missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
+        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        what = "come to" if self._round == 0 else "gone on with"
+        error = error_of(missing[0], f"{who} not {what} the pipeline's set-up for {waited_s:.0f} s")
+        return self.fail(error) or error
