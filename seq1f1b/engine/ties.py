@@ -1,43 +1,32 @@
 """Parameters that several stages hold as copies of one, as an embedding that is also the head.
 
-Copies are made where a model is cut, by the functions at the end. A step sums their gradients.
+Copies are made where a model is cut (``copies.py``). A step sums their gradients.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from copy import deepcopy
 from functools import reduce
-from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.above import above
+from seq1f1b.engine.copies import PAGE, held, hooks_refused, num_hooks
 from seq1f1b.engine.gradients import StepGradients, dense
-from seq1f1b.engine.linear import is_plain
-from seq1f1b.nested import digest
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.agreement import Disagreement
-from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
 # Copies come apart with the first step of an optimizer that differs, be it after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _LIST = "tied_parameters"
-_PAGE = "docs/how-to/tied-weights.md"
-_SAMPLE, _FEWEST = 256, 8  # values of an unlisted parameter that are compared, and different bytes among them
 
 Described: TypeAlias = "dict[str, list[list[Any]]]"
 """Each copy of a rank for the other ranks, by the names of the ties: as text, what must be alike, how many hooks it
 has, and its id, by which a rank tells that it holds another one now."""
-
-
-_Home: TypeAlias = "tuple[str, nn.Module, str]"
-"""Where a parameter is held: a stage in words, its module, and the path in it."""
 
 
 class _Copy(NamedTuple):
@@ -45,12 +34,12 @@ class _Copy(NamedTuple):
 
     Attributes:
         text: its own name and its place; the tie's name where no module has registered it.
-        homes: several where one stage uses it twice, none where no module has registered it.
+        is_held: a module has registered it.
     """
 
     text: str
     parameter: nn.Parameter
-    homes: Sequence[_Home]
+    is_held: bool
 
 
 class TiedParameters:
@@ -71,6 +60,8 @@ class TiedParameters:
         self.equal: list[str] | None = [] if is_alone else None
         self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
         self.has_lists = False  # a module lists ties
+        # What each module lists, and its paths in the stage, by the module's id and the tie's name.
+        self._known: dict[tuple[int, str], tuple[Any, list[str]]] = {}
         self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
         self._described: Described = {}  # the same for the others
         self._everyones: list[Described] = []  # of all ranks, as they were taken over
@@ -86,33 +77,30 @@ class TiedParameters:
 
     def _read(self) -> None:
         """Reads what all modules list and hold now."""
-        homes: dict[int, list[_Home]] = {}
-        lists: list[tuple[str, nn.Module, nn.Module]] = []
-        for place, root in self._modules:
-            for path, part in root.named_modules():
-                for key, held in part._parameters.items():
-                    if held is not None:
-                        homes.setdefault(id(held), []).append((place, root, f"{path}.{key}".lstrip(".")))
-                if _LIST in part.__dict__ or hasattr(type(part), _LIST) or _LIST in part._modules:
-                    lists.append((place, root, part))
-        self.has_lists, self._problem = bool(lists), ""
-        before = {id(copy.parameter): copy for own in self._copies.values() for copy in own}
-        found: dict[str, list[_Copy]] = {}
+        found, listings = dict[str, list[_Copy]](), dict[tuple[int, str], tuple[Any, list[str]]]()
+        self._problem = ""
         try:
-            for place, root, part in lists:
-                listed = _listed(part)
-                for name, parameter in list(listed.items()):
-                    known = before.get(id(parameter))
-                    if known is not None and len(homes.get(id(parameter), ())) < len(known.homes):
-                        parameter = _replaced(name, parameter, place, root, known.homes)
-                        if isinstance(listed, (MutableMapping, nn.ParameterDict)):
-                            listed[name] = parameter  # so that all who read it see what the module holds
-                    own = found.setdefault(name, [])
-                    if not any(parameter is copy.parameter for copy in own):  # one parameter at both ends of one stage
-                        own.append(_copy(name, parameter, place, homes.get(id(parameter), ())))
-            self._copies, self._described = found, _described(found)
+            for place, root in self._modules:
+                named: dict[int, list[str]] = {}
+                for path, parameter in root.named_parameters(remove_duplicate=False):
+                    named.setdefault(id(parameter), []).append(path)
+                for part, listed in ((part, _listed(part)) for part in root.modules()):
+                    self.has_lists |= listed is not None
+                    for name, parameter in list((listed or {}).items()):
+                        paths = named.get(id(parameter), [])
+                        known, before = self._known.get((id(part), name), (None, paths))
+                        if known is parameter and len(paths) < len(before):  # the stage has another one in its place
+                            parameter, paths = held(root, {name: before}, place)[name], before
+                            if isinstance(listed, (MutableMapping, nn.ParameterDict)):
+                                listed[name] = parameter  # so that all who read it see what the module holds
+                        listings[id(part), name] = parameter, paths
+                        own = found.setdefault(name, [])
+                        is_known = any(parameter is copy.parameter for copy in own)  # one at both ends of a stage
+                        if not is_known:
+                            own.append(_copy(name, parameter, place, paths))
+            self._copies, self._described, self._known = found, _described(found), listings
         except ValueError as error:
-            self._problem = str(error)
+            self._problem, self.has_lists = str(error), True
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
@@ -151,12 +139,13 @@ class TiedParameters:
                 self._read()
             return []
         self._read()
-        others = _unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
+        look = None if self.equal is not None else above("equal parameters")
+        others = [] if look is None else look.unlisted(self._modules, {id(own) for own in self.parameters()})
         mine = self._described, self._problem, self._steps > 0, others, None if beside is None else beside()
         found = self._group.all_gather_object(mine)
         _refuse([problem for _, problem, *_ in found])
-        if self.equal is None:
-            self.equal = _look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
+        if look is not None:
+            self.equal = look.look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
         self._take([described for described, *_ in found])
         if any(has_stepped for _, _, has_stepped, *_ in found):
             self._compare()
@@ -253,7 +242,7 @@ class TiedParameters:
     def _lost(self, having: Collection[str]) -> str:
         """Tells of a copy that no module holds, and that has got no gradient; ``having`` are names that have."""
         for name, (copy, *_) in self._copies.items():
-            if name not in having and not copy.homes and copy.parameter.requires_grad:
+            if name not in having and not copy.is_held and copy.parameter.requires_grad:
                 return (
                     f"tied parameter {copy.text} is none of its parameters, and got no gradient: "
                     "a module holds another one in its place (to_empty, load_state_dict(assign=True) and fully_shard "
@@ -307,7 +296,7 @@ class TiedParameters:
             "with the same gradient: give all copies the same optimizer, learning rate, weight decay and options, and "
             "clip by engine.clip_grad_norm_, since torch's clip_grad_norm_ takes another norm on each rank. "
             f"Groups by name are alike if they are made of engine.named_parameters(), where every copy is {name!r}; "
-            f"start again from weights that are equal ({_PAGE})"
+            f"start again from weights that are equal ({PAGE})"
         )
 
 
@@ -319,11 +308,13 @@ def _refuse(texts: Sequence[str]) -> None:
 
 
 def _listed(part: nn.Module) -> Any:
-    """Parameters that a module lists as ``tied_parameters``."""
+    """Parameters that a module lists as ``tied_parameters``; None: it has no such attribute of its own."""
     computed: Any = getattr(type(part), _LIST, None)
+    if computed is None and _LIST not in part.__dict__ and _LIST not in part._modules:
+        return None
     try:  # an AttributeError of a property would pass for a missing attribute
         is_property = isinstance(computed, property) and computed.fget is not None
-        listed = computed.fget(part) if is_property else getattr(part, _LIST, None)
+        listed = computed.fget(part) if is_property else getattr(part, _LIST)
     except AttributeError as error:
         raise ValueError(f"tied_parameters of {type(part).__name__} raises an error: {error}") from error
     if listed is None:
@@ -336,29 +327,15 @@ def _listed(part: nn.Module) -> Any:
     return listed
 
 
-def _copy(name: str, parameter: Any, place: str, homes: Sequence[_Home]) -> _Copy:
+def _copy(name: str, parameter: Any, place: str, paths: Sequence[str]) -> _Copy:
     """Args:
-    place: where the parameter is listed.
+    place: where the parameter is listed; paths: where it is held there.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ValueError(f"tied parameter {name!r} of {place} is a {type(parameter).__name__}, not an nn.Parameter")
     if hasattr(parameter, "to_local"):
         raise ValueError(f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank")
-    place, _, own_name = homes[0] if homes else (place, None, name)
-    return _Copy(f"{own_name!r} of {place}", parameter, homes)
-
-
-def _replaced(name: str, parameter: Any, place: str, root: nn.Module, homes: Sequence[_Home]) -> Any:
-    """The parameter that the module which lists it has now in the place of one that it had."""
-    lost = [home for home in homes if home[1] is root] or homes
-    every = [dict(module.named_parameters(remove_duplicate=False)).get(path) for _, module, path in lost]
-    now = {id(one): one for one in every if one is not None}
-    if len(now) > 1:
-        raise ValueError(
-            f"tied parameter {name!r} was one parameter at several places of {place}, which are different ones "
-            "now (load_state_dict(assign=True) does that): make them one again, or list each of them"
-        )
-    return next(iter(now.values()), parameter)
+    return _Copy(f"{(paths[0] if paths else name)!r} of {place}", parameter, bool(paths))
 
 
 def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
@@ -393,154 +370,3 @@ def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     """Sum of the gradients of copies on one rank."""
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)
-
-
-# -- ties that nobody has listed ---------------------------------------------------------------------------------------
-
-
-@sendable
-class Unlisted(NamedTuple):
-    """
-    Attributes:
-        place: of its stage, in words; kind: type of the module that holds it.
-        order: how many parameters of its stage come before it.
-        values: shape, dtype, and sums over a sample of its bytes.
-    """
-
-    place: str
-    name: str
-    kind: str
-    order: int
-    is_trained: bool
-    values: tuple[Any, ...]
-
-
-def _unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[Unlisted]:
-    """The parameters that are not listed and whose values are not a constant's.
-
-    Args:
-        modules: of this rank, each with its place in words.
-        listed: ids of the parameters that are.
-    """
-    seen = set(listed)
-    found: list[Unlisted] = []
-    for place, module in modules:
-        order = 0
-        for prefix, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            for name, parameter in part.named_parameters(recurse=False):
-                is_floating = is_plain(parameter) and parameter.is_floating_point()
-                if id(parameter) in seen or not is_floating or parameter.is_meta:
-                    continue
-                seen.add(id(parameter))
-                step = max(1, parameter.numel() // _SAMPLE)
-                sample = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
-                if len(sample.unique()) < _FEWEST:
-                    continue
-                text, kind = f"{prefix}.{name}".lstrip("."), f"{type(part).__module__}.{type(part).__qualname__}"
-                values = tuple(parameter.shape), str(parameter.dtype), *digest([sample])[0][2:]
-                found.append(Unlisted(place, text, kind, order, parameter.requires_grad, values))
-                order += 1
-    return found
-
-
-def _look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> list[str]:
-    """Returns the pairs in words. Warns, on the rank of the first one, of those that are likely one parameter.
-
-    Args:
-        everyones: what :func:`_unlisted` has found, by rank.
-    """
-    found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
-    for rank, each in ((rank, each) for rank, theirs in enumerate(everyones) for each in theirs):
-        alike.setdefault(each.values, []).append((rank, each))
-    pairs = [
-        (rank, first, second)
-        for several in alike.values()
-        for (rank, first), (other, second) in combinations(several, 2)
-        if (rank, first.place) != (other, second.place) and (first.is_trained or second.is_trained)
-    ]
-    stages = Counter((first.place, second.place) for _, first, second in pairs)
-    for rank, first, second in (pair for pair in pairs if len(pair[1].values[0]) > 1):
-        both = f"{first.name} of {first.place} and {second.name} of {second.place}"
-        found.append(both)
-        # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either
-        # more of their parameters are equal, or these are the first ones of their stages.
-        is_alone = stages[first.place, second.place] == 1
-        is_tie = first.kind != second.kind or (is_alone and first.order + second.order > 0)
-        if is_tie and rank == own_rank:
-            warnings.warn(
-                f"{both} are bit-equal: if the model ties them, list both in the dict attribute tied_parameters of "
-                "their stages, else their gradients are not summed and they come apart (docs/tutorial.md, Tied "
-                "embeddings)",
-                stacklevel=2,
-            )
-    return found
-
-
-# -- where a model is cut ----------------------------------------------------------------------------------------------
-
-
-def held(stage: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[str, nn.Parameter]:
-    """The parameters that a stage holds now, by the names of their ties.
-
-    Args:
-        names: own names of each parameter, by those of the ties.
-    Raises:
-        ValueError: the stage has no such parameter any more, or several in its place.
-    """
-    found = {}
-    for tie, own in names.items():
-        try:
-            first, *others = (stage.get_parameter(name) for name in own)
-        except AttributeError as error:
-            raise ValueError(
-                f"the stage has no parameter {' or '.join(own)} any more, of which another stage holds a copy "
-                f"({tie!r}): change the model before it is cut"
-            ) from error
-        if any(other is not first for other in others):
-            raise ValueError(
-                f"{', '.join(own)} were one parameter of the stage and are several now "
-                "(load_state_dict(assign=True) does that): make them one again"
-            )
-        found[tie] = first
-    return found
-
-
-def carried(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy of a parameter for another stage, with its values, its gradient and its attributes."""
-    if type(parameter) is nn.Parameter:
-        new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    else:
-        new = deepcopy(parameter)
-    if parameter.is_floating_point() and parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
-        new.grad_dtype = parameter.grad_dtype
-    if parameter.grad is not None:
-        new.grad = parameter.grad.detach().clone()
-    carry_attributes(parameter, new)
-    return new
-
-
-def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
-    """Optimizer groups go by attributes such as ``no_weight_decay``. Tensors among them are copied."""
-    for key, value in vars(parameter).items():
-        setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
-
-
-def check_hooks(name: str, parameter: nn.Parameter) -> None:
-    """Raises ValueError if a parameter that is to be copied has hooks."""
-    if num_hooks(parameter):
-        raise ValueError(hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
-
-
-def num_hooks(parameter: nn.Parameter) -> int:
-    """Hooks that a backward calls with the parameter's gradient."""
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
-
-
-def hooks_refused(name: str, where: str) -> str:
-    """The sentence that refuses hooks on a tied parameter."""
-    return (
-        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
-        "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "
-        "sum instead: the .grad of every copy between engine.step and the optimizer's step; engine.named_parameters() "
-        f"has every copy by the name {name!r} ({_PAGE})"
-    )

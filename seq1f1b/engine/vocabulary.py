@@ -42,12 +42,12 @@ class VocabularyShard(nn.Module):
 
     def _add_layer(self, layer: nn.Module) -> None:
         """Under its name in the unsplit model, which may be a path."""
-        *path, name = self.name.split(".")
-        parent: nn.Module = self
-        for part in path:
-            parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(name, layer)
+        first, *inner = self.name.split(".")
+        for name in reversed(inner):
+            outer = nn.Module()
+            outer.add_module(name, layer)
+            layer = outer
+        self.add_module(first, layer)
 
     @property
     def layer(self) -> nn.Module:
@@ -68,7 +68,9 @@ class VocabularyShard(nn.Module):
         """The first row of each parameter, and how many rows the whole has; for checkpoints."""
         return dict.fromkeys(self.layer.parameters(), (self.first_row, self.vocab))
 
-    def _load_rows(self, weight: Tensor) -> None:
+    @torch.no_grad()
+    def load_whole(self, weight: Tensor) -> None:
+        """Copies this shard's rows of the whole weight, (vocab, hidden)."""
         if weight.shape != (self.vocab, self.hidden):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
         self.layer.get_parameter("weight").copy_(weight[self.rows])
@@ -151,7 +153,7 @@ class VocabularyParallelHead(VocabularyShard):
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copies this shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
-        self._load_rows(weight)
+        super().load_whole(weight)
         if bias is not None:
             self.linear.bias.copy_(bias[self.rows])
 
@@ -230,7 +232,7 @@ class VocabularyParallelHead(VocabularyShard):
 
         The maximum, the sum of exponentials, the target's logit, and, where labels are smoothed, the sum of logits.
         """
-        flat = _wide(logits.reshape(-1, logits.shape[-1]))
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         most = flat.amax(1)
         # The largest of log_softmax is minus the logarithm of the sum of exponentials of what lies below the maximum.
         index, is_here = self._row_of(target)
@@ -316,11 +318,6 @@ class VocabularyParallelEmbedding(VocabularyShard):
         rows = self.shard_sizes[self.rank]
         self._add_layer(nn.Embedding(rows, hidden, padding_idx=own_padding, dtype=dtype, device=device))
 
-    @torch.no_grad()
-    def load_whole(self, weight: Tensor) -> None:
-        """Copies this shard's rows of the whole weight, (vocab, hidden)."""
-        self._load_rows(weight)
-
     @property
     def settings(self) -> str:
         """Settings that must be the same on every rank, as text."""
@@ -349,10 +346,6 @@ class Statistics:
     log_sum: Tensor
     of_target: Tensor
     total: Tensor
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def shard_of(module: Any, kind: type[_Shard]) -> _Shard | None:

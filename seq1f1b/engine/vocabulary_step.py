@@ -36,11 +36,11 @@ class _ShardStep:
 
     Args:
         module: the shard, as it was given to the engine.
-        last: the cell in whose unit gradients are reduced, -1: none.
+        last: the cell of this rank's last T or G, in which gradients are reduced; -1: none.
     """
 
-    def __init__(self, module: nn.Module, last: int) -> None:
-        self._module, self._last, self._parallel = module, last, data_parallel(module)
+    def __init__(self, module: Any, last: int, training: bool) -> None:
+        self._module, self._last, self._training, self._parallel = module, last, training, data_parallel(module)
         if self._parallel is not None:
             self._parallel.begin_step()
 
@@ -76,24 +76,23 @@ class HeadStep(_ShardStep):
     """This rank's shard of the output layer in one step: passes S and T.
 
     Args:
-        loss_fn: the shard, as it was given to the engine.
         last_rank: the rank of the last stage.
-        last: the cell of this rank's last T.
         is_mean: the loss is a mean over targets, not their sum.
     """
 
     def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
-        super().__init__(loss_fn, last)
+        super().__init__(loss_fn, last, training)
         head = shard_of(loss_fn, VocabularyParallelHead)
         assert head is not None
-        self._head, self._training, self._is_mean = head, training, is_mean
-        self._is_on_last = head.rank == last_rank
+        self.head, self._is_mean, self._is_on_last = head, is_mean, head.rank == last_rank
         self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
-        self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
-        self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
-        self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
-        self.values: dict[int, Tensor] = {}  # the same, of tokens, where a loss of tokens makes them
-        self._counts: dict[int, float] = {}  # by cell, what a loss of tokens is a mean over, the same
+        self.handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
+        self.gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
+        # On the rank of the last stage, by cell: losses; those of tokens, where a loss of tokens makes them; and what
+        # such a loss is a mean over.
+        self.losses: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.counts: dict[int, float] = {}
         self.peak_bytes = 0  # of logits between S and T
 
     def passes(self) -> dict[str, Pass]:
@@ -101,47 +100,18 @@ class HeadStep(_ShardStep):
 
     def check(self, targets: Sequence[Any], read: StepRead) -> None:
         """Asks whether those of all micro-batches are in the vocabulary."""
-        every = [self._head.read_target(target)[0] for target in targets]
+        every = [self.head.read_target(target)[0] for target in targets]
         whole = [labels for labels in every if isinstance(labels, Tensor) and not labels.is_floating_point()]
-        ignored = self._head.ignore_index
+        ignored = self.head.ignore_index
         _check_range(
-            "the target holds", [labels.masked_fill(labels == ignored, 0) for labels in whole], self._head, read
+            "the target holds", [labels.masked_fill(labels == ignored, 0) for labels in whole], self.head, read
         )
 
-    def message(
-        self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None, count: float
-    ) -> tuple[Tensor, ...]:
-        """Message of the last stage's F to every shard: its output, the targets, the gradient of a token's loss, and
-        what else a loss of tokens takes, empty where it was left out.
-
-        Args:
-            count: the targets that a loss of tokens is a mean over.
-        """
-        hidden = outputs[0]
-        if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
-            raise ValueError(
-                f"the last stage must return the hidden state, (..., {self._head.hidden}), for a vocabulary over the "
-                f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
-            )
-        shape = hidden.shape[:-1]
-        if target is not None:
-            self._counts[cell] = count
-        target, more = self._head.read_target(target)
-        if target is None:
-            target = torch.full(shape, self._head.ignore_index, device=hidden.device)
-        if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
-            what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
-        counted = target != self._head.ignore_index
-        scale = torch.zeros(1, dtype=torch.float64, device=hidden.device)
-        if seed is not None and self._head.token_loss is not None:
-            scale = (seed / (count or 1.0)).reshape(1).double()
-        elif seed is not None:
-            scale = (seed / counted.sum().clamp(min=1) if self._is_mean else seed).reshape(1).double()
-        named = [hidden.new_empty(0) if value is None else value.detach().contiguous() for value in more]
-        found = hidden, target.long().contiguous(), scale, *named
-        self._handed[cell] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
-        return found
+    def divisor(self, target: Tensor, count: float) -> Tensor | float:
+        """By what the sum over a segment's tokens is divided; ``count``: the targets that a loss of tokens counts."""
+        if self.head.token_loss is not None:
+            return count or 1.0
+        return (target != self.head.ignore_index).sum().clamp(min=1) if self._is_mean else 1.0
 
     def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
         """S(m.s): the logits of this shard; returns what the others need to know of them."""
@@ -149,11 +119,11 @@ class HeadStep(_ShardStep):
             (hidden, target, scale, *more), (requires_grad, *_) = received[0]
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
         else:
-            hidden, target, scale, *more = self._handed.pop(cell)
+            hidden, target, scale, *more = self.handed.pop(cell)
         named = [value if value.numel() else None for value in more]
         logits = self._module(hidden)
         with torch.no_grad():
-            found = self._head.statistics(logits.detach(), target)
+            found = self.head.statistics(logits.detach(), target)
         self._kept[cell] = hidden, logits, target, scale, named, found
         held = sum(kept.numel() * kept.element_size() for _, kept, *_ in self._kept.values())
         self.peak_bytes = max(self.peak_bytes, held)
@@ -165,36 +135,35 @@ class HeadStep(_ShardStep):
         Returns the shard's part of the hidden state's gradient.
         """
         hidden, logits, target, scale, more, statistics = self._kept.pop(cell)
-        everyones = [tensors[0] for tensors in _by_rank((statistics,), self._head.rank, received)]
+        everyones = [tensors[0] for tensors in _by_rank((statistics,), self.head.rank, received)]
         with torch.no_grad():
-            found = self._head.combine(everyones)
-            counted = (target != self._head.ignore_index).reshape(-1)
-            if self._head.token_loss is not None:
+            found = self.head.combine(everyones)
+            if self.head.token_loss is not None:
                 scale = self._of_tokens(cell, target, scale, more, found)
             elif self._is_on_last:
-                total = (self._head.token_losses(found) * counted).sum()
-                self.losses[cell] = total / counted.sum().clamp(min=1) if self._is_mean else total
+                counted = (target != self.head.ignore_index).reshape(-1)
+                self.losses[cell] = (self.head.token_losses(found) * counted).sum() / self.divisor(target, 1.0)
             if not self._training:
                 return (None,)
-            gradient = self._head.logit_gradients(logits, target, statistics, found, scale)
+            gradient = self.head.logit_gradients(logits, target, statistics, found, scale)
         if logits.requires_grad:
             self._backward(logits, gradient, cell)
         if self._is_on_last:
-            self._gradients[cell] = hidden.grad
+            self.gradients[cell] = hidden.grad
         return (hidden.grad,)
 
     def _of_tokens(
         self, cell: int, labels: Tensor, scale: Tensor, more: list[Tensor | None], found: Statistics
     ) -> Tensor:
         """Notes the losses of tokens, 0 where no target counts; returns the gradient of each one's cross entropy."""
-        if not self._training and cell not in self._counts:
+        if not self._training and cell not in self.counts:
             return scale
-        head = self._head
+        head = self.head
         with torch.set_grad_enabled(self._training):
             log_probs = head.log_probs(found, labels).requires_grad_(self._training)
             values = head.losses_of_tokens(log_probs, labels, more)
         if self._is_on_last:
-            self.values[cell] = values.detach() if self._counts[cell] else torch.zeros_like(values)
+            self.values[cell] = values.detach() if self.counts[cell] else torch.zeros_like(values)
         if not self._training:
             return scale
         if not values.requires_grad:
@@ -203,31 +172,15 @@ class HeadStep(_ShardStep):
         counts = (labels != head.ignore_index) & (scale != 0)
         return torch.where(counts, -gradient * scale, 0.0).reshape(-1)
 
-    def hidden_gradient(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
-        """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
-        parts = _by_rank((self._gradients.pop(cell),), self._head.rank, received)
-        present = [part for (part,) in parts if part is not None]
-        if not present:
-            return (None,)
-        total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
-        for part in present[1:]:
-            total += part
-        return (total.to(present[0].dtype),)
-
 
 class EmbeddingStep(_ShardStep, Source):
-    """This rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs.
-
-    Args:
-        module: the shard, as it was given to the engine.
-        last: the cell of this rank's last G.
-    """
+    """This rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs."""
 
     def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
-        super().__init__(module, last)
+        super().__init__(module, last, training)
         shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
-        self._shard, self._training = shard, training
+        self._shard = shard
         self._tokens: list[Tensor] = []  # of the pipeline, by cell
         self._counts: list[list[float]] = []  # of those whose rows are here, the same
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
@@ -284,23 +237,51 @@ class EmbeddingStep(_ShardStep, Source):
 
 
 class ToHead(ToStage):
-    """The shards of all ranks, in place of a loss, with what they need beside the hidden state."""
+    """The shards of all ranks as the end of the last stage: they get its hidden states, and make their gradients."""
 
-    def __init__(self, step: StageStep, head: HeadStep, weighting: Weighting) -> None:
+    def __init__(self, step: StageStep, shard: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
-        self._head, self._weighting, self._targets = head, weighting, step.arguments.targets
+        self._shard, self._weighting, self._targets = shard, weighting, step.arguments.targets
         self._keeps_outputs = step.arguments.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """In F: the message to every shard: the output, the targets, the gradient of a token's loss, and what else a
+        loss of tokens takes, empty where it was left out."""
         if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
         outputs = super().take(unit, output)
         if outputs is None:
             return None
-        if self._targets is None:
-            return self._head.message(unit.cell, outputs, None, None, 1.0)
-        weighting, cell = self._weighting, unit.cell
-        return self._head.message(cell, outputs, self._targets[cell], weighting.seeds[cell], weighting.counts[cell])
+        hidden, head, cell = outputs[0], self._shard.head, unit.cell
+        if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != head.hidden:
+            raise ValueError(
+                f"the last stage must return the hidden state, (..., {head.hidden}), for a vocabulary over the "
+                f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
+            )
+        shape, seed, scale = hidden.shape[:-1], None, torch.zeros(1, dtype=torch.float64, device=hidden.device)
+        target, more = head.read_target(None if self._targets is None else self._targets[cell])
+        if self._targets is not None:
+            seed, count = self._weighting.seeds[cell], self._weighting.counts[cell]
+            self._shard.counts[cell] = count
+        if target is None:
+            target = torch.full(shape, head.ignore_index, device=hidden.device)
+        if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
+            what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
+        if seed is not None:
+            scale = (seed / self._shard.divisor(target, count)).reshape(1).double()
+        named = [hidden.new_empty(0) if value is None else value.detach().contiguous() for value in more]
+        beside = target.long().contiguous(), scale, *named
+        self._shard.handed[cell] = hidden.detach().requires_grad_(hidden.requires_grad), *beside
+        return hidden, *beside
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        return self._head.hidden_gradient(unit.cell, received)
+        """In B or I: the shards' parts of the output's gradient, summed in the order of ranks."""
+        parts = _by_rank((self._shard.gradients.pop(unit.cell),), self._shard.head.rank, received)
+        present = [part for (part,) in parts if part is not None]
+        if not present:
+            return (None,)
+        total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
+        for part in present[1:]:
+            total += part
+        return (total.to(present[0].dtype),)

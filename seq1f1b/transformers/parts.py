@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.engine.ties import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.layers import cannot
 from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys

@@ -277,7 +277,9 @@ def test_one_parameter_at_two_places_that_becomes_two_is_named():
             assigned(stages[1])
         step(engine)
 
-    assert all("was one parameter at several places of stage 1" in text for text in outcomes(work))
+    assert all(
+        "a.weight, b.weight were one parameter of stage 1 and are several now" in text for text in outcomes(work)
+    )
 
 
 # -- copies that come apart --------------------------------------------------------------------------------------------

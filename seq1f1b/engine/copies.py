@@ -1,0 +1,80 @@
+"""Copies of a parameter of several stages, made where a model is cut: ``ties.py`` sums their gradients in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+PAGE = "docs/how-to/tied-weights.md"
+
+
+def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the stage") -> dict[str, nn.Parameter]:
+    """The parameters that a stage holds now, by the names of their ties.
+
+    Args:
+        names: own names of each parameter, by those of the ties.
+        place: the stage in words.
+    Raises:
+        ValueError: the stage has no such parameter any more, or several in its place.
+    """
+    found = {}
+    for tie, own in names.items():
+        try:
+            first, *others = (stage.get_parameter(name) for name in own)
+        except AttributeError as error:
+            raise ValueError(
+                f"{place} has no parameter {' or '.join(own)} any more, of which another stage holds a copy "
+                f"({tie!r}): change the model before it is cut"
+            ) from error
+        if any(other is not first for other in others):
+            raise ValueError(
+                f"{', '.join(own)} were one parameter of {place} and are several now "
+                "(load_state_dict(assign=True) does that): make them one again"
+            )
+        found[tie] = first
+    return found
+
+
+def carried(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy of a parameter for another stage, with its values, its gradient and its attributes."""
+    if type(parameter) is nn.Parameter:
+        new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    else:
+        new = deepcopy(parameter)
+    if parameter.is_floating_point() and parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+        new.grad_dtype = parameter.grad_dtype
+    if parameter.grad is not None:
+        new.grad = parameter.grad.detach().clone()
+    carry_attributes(parameter, new)
+    return new
+
+
+def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
+    """Optimizer groups go by attributes such as ``no_weight_decay``. Tensors among them are copied."""
+    for key, value in vars(parameter).items():
+        setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Raises ValueError if a parameter that is to be copied has hooks."""
+    if num_hooks(parameter):
+        raise ValueError(hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
+
+
+def num_hooks(parameter: nn.Parameter) -> int:
+    """Hooks that a backward calls with the parameter's gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+def hooks_refused(name: str, where: str) -> str:
+    """The sentence that refuses hooks on a tied parameter."""
+    return (
+        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
+        "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "
+        "sum instead: the .grad of every copy between engine.step and the optimizer's step; engine.named_parameters() "
+        f"has every copy by the name {name!r} ({PAGE})"
+    )
