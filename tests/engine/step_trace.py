@@ -75,12 +75,9 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def trace(rank: int = 0, warm: bool = True, given: Callable[[], dict[str, Any]] = dict, **options: Any) -> Trace:
-    """Traces one step of a rank of two, with 2 micro-batches and 4 segments each.
+    """Traces one step of a rank of two, with 2 micro-batches and 4 segments each, two ``warm`` steps before it or none.
 
-    Args:
-        warm: whether two steps run before it.
-        given: makes further arguments of the step.
-        options: of the engine.
+    Further arguments of the step are ``given``; options are the engine's.
     """
     stages = [nn.Sequential(nn.Embedding(100, 64), Block(0)), nn.Sequential(Block(0), nn.Linear(64, 100))]
     tokens, found = torch.randint(0, 100, (4, 128)), Trace()
