@@ -34,7 +34,7 @@ MOST = 2**31 - 1
 
 
 class Holding(NamedTuple):
-    """What units hold, as :class:`seq1f1b.StepMemory` has its bytes.
+    """Bytes that units hold, as :class:`seq1f1b.StepMemory` has them.
 
     Attributes:
         name: of its bytes in ``StepMemory``.

@@ -82,7 +82,7 @@ def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any
 
 
 def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """The same of the tokens ``[begin, end)``."""
+    """Pairs of queries ``[begin, end)`` and the keys that they see."""
     return float(pairs_between(documents, (begin, end), window)[0])
 
 

@@ -102,7 +102,7 @@ typedef struct {
 } s1f_parameter;
 /* Reads each; of those left out at the end, as of None. Either way the arguments are released after the call. */
 int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parameter *parameters);
-/* Where the call has failed, a PipelineError gets what the group says that is, or belongs to, one of the arguments. */
+/* A PipelineError of a call that has failed gets what the group says that is, or belongs to, one of the arguments. */
 void s1f_release_arguments(const s1f_parameter *parameters, int has_failed);
 
 /* Values of 8 bytes each, of an array or None that a tuple holds. */

@@ -36,9 +36,9 @@ typedef struct {
 enum { S1F_ALL_RANKS = -1, S1F_NO_RANK = -2 };
 
 /* Checks a schedule (check.h) and lowers it, for one rank to run: with its instructions alone, and the peaks of its
- * stages. S1F_NO_RANK: edges, places and units alone, all that times and memory (model/) ask for. S1F_ERR_SCHEDULE names the rule that the order breaks. *out is owned by
- * the caller, who keeps the schedule as long, and untouched on error. Time is linear in the number of units but for
- * slots, of which the lowest free one is looked for; memory is linear. */
+ * stages. S1F_NO_RANK: edges, places and units alone, for times and memory (model/). S1F_ERR_SCHEDULE names the rule
+ * that the order breaks. *out is owned by the caller, who keeps the schedule as long, and untouched on error. Time is
+ * linear in the number of units but for slots, of which the lowest free one is looked for; memory is linear. */
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out);
 
 #endif

@@ -234,7 +234,7 @@ typedef struct {
 } s1f_unit_input;
 
 /* Walks over the inputs of a unit: for (s1f_inputs i = s1f_inputs_of(shape, unit); s1f_next_input(&i, &input);) ...
- * Dependencies that follow from others are left out: B waits for F of its own segment, and so for those before it. What comes from a stage comes alike for every cell of a pass and stage. */
+ * Dependencies that follow from others are left out: B waits for F of its own segment, and so for those before it. */
 typedef struct {
     const s1f_shape *shape;
     s1f_unit unit;

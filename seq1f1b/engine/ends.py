@@ -35,7 +35,7 @@ class Source:
         return self.given[unit.cell]
 
     give_back: ClassVar[Any] = None
-    """Of a unit, after its backward: what crosses to another rank of the inputs' gradients; None: nobody wants them."""
+    """Called with a unit after its backward, for the inputs' gradients that cross to another rank; None: none do."""
 
 
 class FromStage(Source):

@@ -35,7 +35,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class TierFacts(NamedTuple):
-    """What a tier is, "ext4" or "pinned memory", its room in bytes, and bytes and ns of the last step's moves."""
+    """The kind of a tier, "ext4" or "pinned memory", its room in bytes, and bytes and ns of the last step's moves."""
 
     medium: str
     is_memory: bool

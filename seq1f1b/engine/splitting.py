@@ -31,7 +31,7 @@ class Segment:
 
 
 Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]] | None"
-"""What an engine was given as ``segment_sizes``."""
+"""Sizes of segments, as an engine is given them in ``segment_sizes``."""
 
 TokenPart: TypeAlias = tuple[int, int]
 """(rank, size) among the ranks that each hold an equal part of every segment's tokens; (0, 1): all of them."""

@@ -350,7 +350,7 @@ def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
 
 
 def _kind(parameter: nn.Parameter, names: Mapping[int, Sequence[str]], name: str) -> str:
-    """What must be alike in all copies; ``names``: of all ties whose copy each parameter is."""
+    """The kind that all copies must have; ``names``: of all ties whose copy each parameter is."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     kind += ", without memory (meta)" if parameter.is_meta else ""

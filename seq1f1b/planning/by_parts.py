@@ -94,7 +94,7 @@ class ByParts:
         self._use(hardware)
 
     def on(self, hardware: Hardware) -> Self:
-        """The same parts on another machine."""
+        """These parts on another machine."""
         other = copy.copy(self)
         other._use(hardware)
         return other
@@ -241,7 +241,7 @@ class ByParts:
 
     @cached_property
     def stage_parameters(self) -> list[float]:
-        """The same of all stages."""
+        """Parameters that one device of each stage holds, by stage."""
         m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
         words = m.hidden * m.vocab
         for stage, kind in enumerate(self.kinds):

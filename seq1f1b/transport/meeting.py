@@ -55,7 +55,7 @@ class SharedStore:
 
     @property
     def place(self) -> str:
-        """Where the store is, to be put behind it in a text; "" for a file."""
+        """The place of the store, to be put behind it in a text; "" for a file."""
         base = self._store
         while hasattr(base, "underlying_store"):
             base = base.underlying_store
@@ -103,7 +103,7 @@ class SharedStore:
 
 
 class _Known:
-    """What this process knows of a process group.
+    """State of this process for a process group.
 
     Attributes:
         kept: messages under way. gone: the first rank that was gone before the set-up, and why nobody can meet it.
@@ -216,7 +216,7 @@ class Meeting:
         return first
 
     def ask(self, do: Callable[[], _T]) -> _T:
-        """What a call of the store returns. Raises PipelineError where the store is lost, or silent."""
+        """The answer of a call of the store. Raises PipelineError where the store is lost, or silent."""
         try:
             return self.worker.ask(do, self._timeout_s)
         except _C.PipelineError:

@@ -135,7 +135,7 @@ class ProcessRank(RankGroup):
     # -- gradients of tied parameters
 
     def _exchange_tag(self) -> int:
-        """What an exchange that failed has left on its way, or waits for, is never a later one's."""
+        """A message that a failed exchange has left on its way, or waits for, is never a later one's."""
         return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:

@@ -110,7 +110,7 @@ class StoreRank(ProcessRank):
         self._store.set(self._key(f"progress/{self.rank}"), pack(value))
 
     def _read_progress(self) -> dict[int, bytes]:
-        """What the other ranks have published, by rank; nothing until all have."""
+        """Values that the other ranks have published, by rank; nothing until all have."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
         return dict(zip(others, found or (), strict=False))
