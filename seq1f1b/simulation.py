@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
@@ -257,9 +257,10 @@ def simulated(
     )
     if schedule._peak is None:  # the same whatever units cost and hold
         schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
-    bounds = pairwise(accumulate(3 * counts, initial=0))
-    rows = iter([array("d", times[begin:end]) for begin, end in bounds])
-    start, ends, slack = (tuple(islice(rows, len(counts))) for _ in range(3))
+    rows = [array("d") for _ in 3 * counts]
+    for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
+        row.frombytes(times[begin:end].cast("B"))  # an array made of numbers would look at each
+    start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
     return Simulation(
         makespan=makespan,
         span=tuple(span),

@@ -11,11 +11,6 @@ static int64_t num_cells(const s1f_shape *shape)
     return shape->num_stages * s1f_num_cells(shape);
 }
 
-static int64_t cell(const s1f_board *board, s1f_unit unit)
-{
-    return s1f_cell_of_all(&board->shape, unit);
-}
-
 s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *board)
 {
     *board = (s1f_board){.shape = *shape};
@@ -40,7 +35,7 @@ double s1f_board_ready(const s1f_board *board, s1f_unit unit)
     double ready = 0;
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(&board->shape, unit); s1f_next_input(&inputs, &input);)
-        ready = fmax(ready, board->end[input.product][cell(board, input.maker)]);
+        ready = fmax(ready, board->end[input.product][s1f_cell_of_all(&board->shape, input.maker)]);
     return ready;
 }
 
@@ -48,7 +43,7 @@ void s1f_board_start(s1f_board *board, s1f_unit unit, double end)
 {
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
         if (s1f_pass_makes(unit.pass, (s1f_product)product))
-            board->end[product][cell(board, unit)] = end;
+            board->end[product][s1f_cell_of_all(&board->shape, unit)] = end;
 }
 
 /* -- the clock ----------------------------------------------------------------------------------------------------- */
