@@ -64,11 +64,13 @@ def functions(text: str) -> Iterator[str]:
 def stub() -> str:
     constants = [f"{name}: {type_of(getattr(_C, name))}\n" for name in dir(_C) if name.isupper()]
     files = sorted((ROOT / "csrc" / "binding").glob("*.c"))
-    return HEAD + "".join([*constants, "\n", *(line for path in files for line in functions(path.read_text()))])
+    return HEAD + "".join(
+        [*constants, "\n", *(line for path in files for line in functions(path.read_text(encoding="utf-8")))]
+    )
 
 
 if __name__ == "__main__":
     if "--check" not in sys.argv[1:]:
-        STUB.write_text(stub())
-    elif STUB.read_text() != stub():
+        STUB.write_text(stub(), encoding="utf-8")
+    elif STUB.read_text(encoding="utf-8") != stub():
         sys.exit("seq1f1b/_C.pyi says something else than csrc/binding: python .ci/stub.py")
