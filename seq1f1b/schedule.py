@@ -276,6 +276,7 @@ class Schedule:
         room: int | Sequence[int],
         by: Sequence[str] = ("recompute",),
         costs: Costs = Costs(),
+        tier_room: int | Sequence[int] | None = None,
     ) -> Schedule:
         """Returns the order in which as few units as possible are recomputed, or moved to a tier, so that it fits.
 
@@ -289,6 +290,8 @@ class Schedule:
                 for each rank. Weights, the optimizer and ``memory.logits`` come on top.
             by: what units may do, ``"recompute"``, ``"offload"``, or both.
             costs: bytes of messages; where both ways are open also the seconds of passes, messages and the tier.
+            tier_room: bytes of moved units that a rank's tier holds at once, a number, or one for each rank; None: any
+                number. Units that it does not take are recomputed, if they may be.
         Raises:
             ScheduleError: this order breaks a rule.
             ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
@@ -299,7 +302,8 @@ class Schedule:
         tier = flat(self, "tier", _C.PER_CELL, costs.tier)
         start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
         held = held_bytes(self, memory, costs.links)
-        kinds = _C.program_fit(self._lower(), held, rooms, tier, start, "recompute" in by, "offload" in by)
+        most = None if tier_room is None else whole_values(self, "tier_room", _C.PER_RANK, tier_room)
+        kinds = _C.program_fit(self._lower(), held, rooms, tier, start, most, "recompute" in by, "offload" in by)
         return self._with_kinds(kinds)
 
     def _with_kinds(self, kinds: bytes) -> Schedule:

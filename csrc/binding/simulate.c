@@ -183,12 +183,13 @@ S1F_METHOD(PyObject *, program_changes, s1f_program *, program, PyObject *, held
 }
 
 S1F_METHOD(PyObject *, program_fit, s1f_program *, program, PyObject *, held, s1f_int64s, room, s1f_doubles,
-           tier_seconds, s1f_doubles, starts, bool, recomputes, bool, moves)
+           tier_seconds, s1f_doubles, starts, s1f_int64s, tier_room, bool, recomputes, bool, moves)
 {
     const s1f_shape *shape = &program->shape;
     if (!s1f_require_count("room", room.count, shape->num_ranks) ||
         !s1f_require_count("tier", tier_seconds.count, s1f_table_count(shape, S1F_PER_CELL)) ||
-        (starts.values != NULL && !s1f_require_count("starts", starts.count, count_units(program))))
+        (starts.values != NULL && !s1f_require_count("starts", starts.count, count_units(program))) ||
+        (tier_room.values != NULL && !s1f_require_count("tier_room", tier_room.count, shape->num_ranks)))
         return NULL;
     s1f_array arrays[NUM_BYTE_ARRAYS];
     s1f_memory_bytes bytes;
@@ -196,6 +197,7 @@ S1F_METHOD(PyObject *, program_fit, s1f_program *, program, PyObject *, held, s1
                    .room = room.values,
                    .tier_seconds = tier_seconds.values,
                    .start = starts.values,
+                   .tier_room = tier_room.values,
                    .recomputes = recomputes,
                    .moves = moves};
     PyObject *cells = PyBytes_FromStringAndSize(NULL, shape->num_stages * s1f_num_cells(shape));
@@ -227,5 +229,5 @@ PyMethodDef s1f_simulate_methods[] = {
             "frees at its end."),
     S1F_ROW(program_fit,
             "-> bytes: one per cell of all stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than "
-            "its room. starts: of each unit, where both ways are open."),
+            "its room, and its tier no more than tier_room. starts: of each unit, where both ways are open."),
     {NULL, NULL, 0, NULL}};

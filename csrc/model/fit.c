@@ -13,6 +13,7 @@ typedef struct {
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
     int64_t *queue;                    /* cells that could give up, in the order of their backwards */
     int64_t num_queued, held;
+    int64_t *away;       /* [unit of the rank]: bytes in the tier as it runs */
     double tier_busy;    /* seconds that the rank's tier has been given */
     const double *start; /* of the rank's units */
 } walker;
@@ -84,23 +85,39 @@ static int hides(const walker *w, int64_t cell)
            w->start[backward] - w->start[backward - 1] >= seconds && w->start[backward] >= w->tier_busy + 2 * seconds;
 }
 
+/* Whether the tier takes so many bytes of the cell beside all that it holds then. */
+static int tier_takes(const walker *w, int32_t rank, int64_t cell, int64_t i, int64_t bytes)
+{
+    if (w->fit->tier_room == NULL)
+        return 1;
+    int64_t most = w->away[i]; /* now the tier is mostly as full as it gets */
+    for (int64_t at = w->forward_at[cell]; at < w->backward_at[cell] && most + bytes <= w->fit->tier_room[rank]; at++)
+        most = w->away[at] > most ? w->away[at] : most;
+    return most + bytes <= w->fit->tier_room[rank];
+}
+
 typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
 
 /* Whether the cell, at unit i of its rank, becomes one of this kind. */
-static answer ask(walker *w, int64_t cell, int64_t i, s1f_cell_kind kind)
+static answer ask(walker *w, int32_t rank, int64_t cell, int64_t i, s1f_cell_kind kind)
 {
     s1f_unit unit = unit_of(w, cell);
     int64_t kept = taken_by(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT);
-    int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind);
+    int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind), moved = 0;
     if (kind == S1F_CELL_MOVED) {
         if (!could_be_away(w, cell, i) || (w->fit->recomputes && !hides(w, cell)))
             return NOT_NOW;
-        left -= freed_by(w, unit, S1F_PASS_AWAY, kind);
+        moved = freed_by(w, unit, S1F_PASS_AWAY, kind);
+        if (!tier_takes(w, rank, cell, i, moved))
+            return NOT_NOW;
+        left -= moved;
     }
     if (left >= kept)
         return HAS_NOTHING;
     if (kind == S1F_CELL_MOVED && w->fit->tier_seconds != NULL)
         w->tier_busy += 2 * tier_seconds(w, unit);
+    for (int64_t at = w->forward_at[cell]; moved > 0 && at < w->backward_at[cell]; at++)
+        w->away[at] += moved;
     w->held -= kept - left;
     w->kinds[cell] = (unsigned char)kind;
     return GIVES_UP;
@@ -113,7 +130,7 @@ static void make_room_by(walker *w, int32_t rank, int64_t i, s1f_cell_kind kind)
     while (w->held > w->fit->room[rank] && w->num_queued > 0) {
         int64_t cell = w->queue[--w->num_queued];
         int is_live = w->backward_at[cell] > i; /* those before it in the queue go back even earlier */
-        if (is_live && ask(w, cell, i, kind) == NOT_NOW) {
+        if (is_live && ask(w, rank, cell, i, kind) == NOT_NOW) {
             num_waiting++;
             *--waiting = cell;
         }
@@ -143,6 +160,7 @@ static void walk(walker *w, int32_t rank)
     int64_t num_units = w->program->ranks[rank].num_units;
     w->num_queued = 0;
     w->tier_busy = 0;
+    memset(w->away, 0, (size_t)num_units * sizeof *w->away);
     for (int64_t i = 0; i < num_units; i++) {
         if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
             take(w, units[i + 1], S1F_PASS_LOAD);
@@ -181,7 +199,10 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
     if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
         return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");
     s1f_memory_peak *receive = malloc((size_t)shape->num_ranks * sizeof *receive);
-    int64_t *cells = malloc((size_t)num_cells * 3 * sizeof *cells);
+    int64_t most_units = 0;
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        most_units = program->ranks[rank].num_units > most_units ? program->ranks[rank].num_units : most_units;
+    int64_t *cells = malloc((size_t)(num_cells * 3 + most_units) * sizeof *cells);
     s1f_status status = receive != NULL && cells != NULL
                             ? s1f_program_memory(program, fit->bytes, receive)
                             : s1f_fail(S1F_ERR_MEMORY, "no memory to fit %lld units", (long long)num_cells);
@@ -192,6 +213,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         w.queue = cells;
         w.forward_at = cells + num_cells;
         w.backward_at = cells + 2 * num_cells;
+        w.away = cells + 3 * num_cells;
     }
     for (int64_t i = 0; status == S1F_OK && i < 2 * num_cells; i++)
         w.forward_at[i] = -1;

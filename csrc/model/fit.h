@@ -10,7 +10,8 @@
 
 typedef struct {
     const s1f_memory_bytes *bytes;
-    const int64_t *room; /* [rank] of all that memory.h counts */
+    const int64_t *room;      /* [rank] of all that memory.h counts */
+    const int64_t *tier_room; /* [rank] bytes of moved units that its tier holds at once; NULL: any number */
     /* What units may do. With both a unit moves where that hides, and is recomputed elsewhere; for this alone: */
     int32_t recomputes, moves;
     const double *start;        /* seconds of all units, of a rank after those of the rank before, as the order is */

@@ -15,6 +15,7 @@ from seq1f1b.schedule import Family, Schedule, families
 __all__ = ["LEVELS", "Made", "Orders", "families_named"]
 
 _CAP_TRIES = 4  # orders for one cap
+_TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # of the host memory, tried until an order fits
 LEVELS = (1.0, 2.0, 4.0, 0.5)  # of :meth:`Orders.with_remedies`
 
 
@@ -144,22 +145,21 @@ class Orders(NamedTuple):
     def fit(self, made: Made) -> Made:
         """The order with units that recompute or move until no rank holds more than the cap, or no unit is left.
 
-        Units move only as far as the machine's host memory takes them: else none do, and the other remedies are left.
+        Units move as far as the machine's host memory takes them; less far where a rank could not hold all that comes
+        back.
         """
         price, schedule, hw = self.price, made.schedule, self.price.cost.hardware
         memory = price.memory(schedule.rank_of_stage)
         held = schedule.peak_memory(memory, price.costs(schedule)).total
         left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
         room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-
-        def fitted(remedies: Sequence[str]) -> Schedule:
-            return schedule.fit(memory, room, remedies, price.costs(schedule, moves="offload" in remedies))
-
-        found = fitted(self.remedies)
-        if hw.host_share and "L" in found.kinds and max(_away_bytes(found, price)) > hw.host_share:
-            others = [remedy for remedy in self.remedies if remedy != "offload"]
-            found = fitted(others) if others else schedule
-        return self.with_bytes(found, made.options)
+        costs = price.costs(schedule, moves="offload" in self.remedies)
+        shares = [int(part * hw.host_share) for part in _TIER_PARTS] if hw.host_share else [None]
+        for share in shares[: 1 if len(self.remedies) == 1 else None]:
+            made = self.with_bytes(schedule.fit(memory, room, self.remedies, costs, share), made.options)
+            if made.peak <= self.cap:
+                break
+        return made
 
     def _place(self, made: Made, cap: float) -> tuple[float, int]:
         """Sorts orders: the fastest that fits, or the one that holds least."""
@@ -209,22 +209,3 @@ def _with_recompute(made: Made, price: Price) -> list[Any]:
         ]
         inputs.append(found if rows is row else found[0])
     return [forward, inputs, weight]
-
-
-def _away_bytes(schedule: Schedule, price: Price) -> list[int]:
-    """Most bytes that each rank's moved units have in the tier at once: from O to the backward."""
-    saved: Any = price.memory(schedule.rank_of_stage).activations
-    rows = list(map(price.microbatches, saved))
-    most = []
-    for rank in range(schedule.num_ranks):
-        away: dict[tuple[int, int, int], int] = {}
-        held = peak = 0
-        for letter, stage, m, s in schedule.units_of(rank):
-            if letter == "O":
-                away[stage, m, s] = rows[stage][min(m, len(rows[stage]) - 1)][s]
-                held += away[stage, m, s]
-                peak = max(peak, held)
-            elif letter in "BI":
-                held -= away.pop((stage, m, s), 0)
-        most.append(peak)
-    return most

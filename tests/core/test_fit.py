@@ -126,6 +126,39 @@ def test_units_move_where_that_hides() -> None:
     assert order.fit(EQUAL, room, both, costs=Costs(tier=1e6)) == again
 
 
+def most_in_tier(order: Schedule, sizes: list[list[int]]) -> list[int]:
+    """Most bytes of moved units that each rank has in its tier at once, from O to the backward."""
+    most = []
+    for units in order.ranks:
+        moved, held, peak = {unit[1:] for unit in units if unit.kind == "O"}, 0, 0
+        for unit in units:
+            size = sizes[unit.stage][unit.segment] * (unit[1:] in moved)
+            held += size * ((unit.kind == "O") - (unit.kind in "BI"))
+            peak = max(peak, held)
+        most.append(peak)
+    return most
+
+
+@pytest.mark.parametrize("by", [("offload",), ("recompute", "offload")])
+def test_units_move_as_far_as_the_tier_takes_them(by: tuple[str, ...]) -> None:
+    """More units move with more room of the tier, and the others are recomputed where they may be."""
+    order = build_schedule("seq-zb-h1", num_ranks=4, num_microbatches=8, num_segments=8)
+    sizes = [[10 + (7 * s + 3 * stage) % 11 for s in range(8)] for stage in range(4)]
+    memory, costs = StepMemory(activations=sizes), Costs(tier=0.1)
+    room = list(order.recompute().peak_memory(memory).total)
+    whole = order.fit(memory, room, by, costs)
+    most, counts = most_in_tier(whole, sizes), []
+    for share in (0.0, 0.3, 0.6, 1.0):
+        tier_room = [int(share * x) for x in most]
+        fitted = order.fit(memory, room, by, costs, tier_room)
+        fitted.check()
+        assert all(a <= b for a, b in zip(most_in_tier(fitted, sizes), tier_room, strict=True))
+        if "recompute" in by:
+            assert all(a <= b for a, b in zip(fitted.peak_memory(memory).total, room, strict=True))
+        counts.append(sum(map(len, given_up(fitted, "L"))))
+    assert counts == sorted(set(counts)) and counts[0] == 0 and fitted == whole
+
+
 def test_hardly_any_choice_is_faster() -> None:
     """Units that cost more the later they stand in the sequence: against every choice that fits, by simulation."""
     gaps = []
@@ -175,6 +208,8 @@ def test_bad_input() -> None:
         order.fit(EQUAL, [1, 2, 3])
     with pytest.raises(ValueError, match="room"):
         order.fit(EQUAL, -1)
+    with pytest.raises(ValueError, match="tier_room holds -1 bytes, must be at least 0"):
+        order.fit(EQUAL, 10, ("offload",), tier_room=-1)
     with pytest.raises(ValueError, match=r"by is \('pray',\), must hold 'recompute', 'offload' or both"):
         order.fit(EQUAL, 10, ("pray",))
     with pytest.raises(ValueError, match="units must be 2 texts, one per stage, each of 2 words of 2 letters"):
