@@ -15,7 +15,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import LEVELS, Made, Orders
+from seq1f1b.planning.orders import Made, Orders
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.seconds import Span
 
@@ -242,13 +242,16 @@ class Pricing:
 
     # -- orders
 
-    def priced(self, found: Found, levels: Sequence[float] = LEVELS) -> Found | None:
-        """The candidate with its order, simulated if it fits; None: it fits without the remedies that it has."""
+    def priced(self, found: Found, *, is_quick: bool = False) -> Found | None:
+        """The candidate with its order, simulated if it fits; None: it fits without the remedies that it has.
+
+        is_quick: an order that is searched for is searched for once, not for several levels or caps.
+        """
         cap, candidate = self.cap, found.candidate
         build, seconds = partial(self._build, found), partial(self._seconds, found)
-        orders = Orders(candidate.family, found.prices, cap, candidate.remedies, build, seconds)
+        orders = Orders(candidate.family, found.prices, cap, candidate.remedies, build, seconds, is_quick)
         if candidate.is_searched:
-            choices = [orders.with_remedies(levels)]
+            choices = [orders.with_remedies()]
         else:
             made = orders.made_for(math.inf if candidate.remedies else cap)
             choices = [made]

@@ -12,11 +12,11 @@ from seq1f1b.files import nearest_name
 from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.schedule import Family, Schedule, families
 
-__all__ = ["LEVELS", "Made", "Orders", "families_named"]
+__all__ = ["Made", "Orders", "families_named"]
 
 _CAP_TRIES = 4  # orders for one cap
 _TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # of the host memory, tried until an order fits
-LEVELS = (1.0, 2.0, 4.0, 0.5)  # of :meth:`Orders.with_remedies`
+_LEVELS = (1.0, 2.0, 4.0, 0.5)  # that orders with remedies hold, of what 1F1B does beyond its first micro-batch
 
 
 def families_named(names: Collection[str]) -> list[Family]:
@@ -46,6 +46,8 @@ class Orders(NamedTuple):
         remedies: what units may do until an order fits, see :meth:`seq1f1b.Schedule.fit`.
         build: makes an order from options of the family.
         seconds: times an order.
+        is_quick: one order for each cap, and one level: a first look at an order that is searched for.
+        is_whole: whole backwards alone, with what their units compute twice also in a first look.
     """
 
     family: Family
@@ -54,6 +56,8 @@ class Orders(NamedTuple):
     remedies: Sequence[str]
     build: Callable[[dict[str, Any]], Schedule]
     seconds: Callable[[Schedule], float]
+    is_quick: bool = False
+    is_whole: bool = False
 
     @property
     def price(self) -> Price:
@@ -72,21 +76,18 @@ class Orders(NamedTuple):
         """The order of these options."""
         return self.with_bytes(self.build(options), options)
 
-    def made_for(self, cap: float, is_quick: bool = False) -> Made:
+    def made_for(self, cap: float) -> Made:
         """The order of the family; of one that takes a cap in bytes, the fastest that fits in ``cap``, of several made
         for what the one before left of it; of one that may split the backward or not, the faster of both.
 
         Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations
         and cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds
         least.
-
-        Args:
-            is_quick: of whole backwards alone, and one order for the cap: a quarter of the time.
         """
         if "costs" not in self.family.options:
             return self.make({})
         price, takes_cap = self.price, "cap_bytes" in self.family.options and cap < math.inf
-        held, options = price.held_bytes(), self._ways(is_quick)
+        held, options = price.held_bytes(), self._ways()
         if takes_cap and price.least_bytes() > cap:  # no order fits: this one holds about as little as any
             return self.make(options[-1] | {"unit_bytes": held, "cap_bytes": self._one_microbatch()})
         choices = list(map(self.make, options))
@@ -101,7 +102,7 @@ class Orders(NamedTuple):
             least[rank] += max(map(sum, price.microbatches(row)))
         room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
         tried: list[Made] = []
-        for _ in range(1 if is_quick else _CAP_TRIES):
+        for _ in range(1 if self.is_quick else _CAP_TRIES):
             left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
             room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
             made = self.make(free | {"unit_bytes": held, "cap_bytes": room})
@@ -109,14 +110,10 @@ class Orders(NamedTuple):
             aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower after too much
         return min(tried, key=lambda made: self._place(made, cap))
 
-    def with_remedies(self, levels: Sequence[float] = LEVELS, is_whole: bool = False) -> Made:
+    def with_remedies(self) -> Made:
         """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
         orders that hold more or fewer micro-batches, each made to fit, the best one then searched again with what its
         units compute twice.
-
-        Args:
-            levels: what the orders hold, of what 1F1B does beyond its first micro-batch.
-            is_whole: of whole backwards alone.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
         tried: list[tuple[tuple[float, int], Made]] = []
@@ -133,12 +130,12 @@ class Orders(NamedTuple):
             share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
             return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-        for way in self._ways(is_whole):
-            consider(way | at_level(levels[0]))
-        for level in levels[1:]:
+        for way in self._ways():
+            consider(way | at_level(_LEVELS[0]))
+        for level in () if self.is_quick else _LEVELS[1:]:
             consider(best()[1].options | at_level(level))
         (taken, _), made = best()
-        if taken < math.inf:
+        if taken < math.inf and (self.is_whole or not self.is_quick):
             consider(made.options | {"costs": _with_recompute(made, self.price)})
         return best()[1]
 
@@ -165,7 +162,7 @@ class Orders(NamedTuple):
         """Sorts orders: the fastest that fits, or the one that holds least."""
         return self.seconds(made.schedule) if made.peak <= cap else math.inf, made.peak
 
-    def _ways(self, is_whole: bool) -> list[dict[str, Any]]:
+    def _ways(self) -> list[dict[str, Any]]:
         """Options of the costs and of the backward that are tried: split, if it may be, and whole, which has seconds of
         its own."""
         seconds, cost, taken = self.price.seconds, self.price.cost, self.family.options
@@ -178,7 +175,7 @@ class Orders(NamedTuple):
         if "backward" not in taken:
             return [options]
         whole = options | {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}
-        return [whole] if is_whole else [options, whole]
+        return [whole] if self.is_whole else [options, whole]
 
     def _one_microbatch(self) -> list[int]:
         """Bytes of one micro-batch on each rank, wherever its stages are: in a loop or in a V."""

@@ -16,7 +16,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.candidates import Candidate, Found, Pricing, Uncertain, group_lengths, of_shards
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import LEVELS, families_named
+from seq1f1b.planning.orders import families_named
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
@@ -360,7 +360,7 @@ class _Search(Pricing):
 
     Attributes:
         fitting: the best, fastest first: at most ``best``, none slower than ``within`` times the fastest.
-        is_quick: whether orders with remedies are searched for by one level, until they are refined.
+        is_quick: whether orders of ``auto`` are searched for once, until they are refined.
         num_candidates: how many were looked at.
     """
 
@@ -410,7 +410,7 @@ class _Search(Pricing):
         if fitting and not remedies and (least := known.prices[-1].least_bytes()) > self.cap:
             self._told.append(replace(known, least=math.ceil(least)))
             return 0
-        found = self.priced(known, LEVELS[:1] if self.is_quick else LEVELS)
+        found = self.priced(known, is_quick=self.is_quick)
         if found is None:
             return known.units  # it fits without its remedies, and so does the candidate without
         self._told.append(found)
@@ -497,8 +497,8 @@ class _Search(Pricing):
         return found
 
     def refine(self) -> None:
-        """Searches for longer in place of the best order that was searched for with what its units give up."""
-        made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
+        """Searches for longer in place of the best order of ``auto``."""
+        made = next((i for i, each in enumerate(self.fitting) if each.candidate.family.name == "auto"), None)
         if made is not None:
             again = [self.fitting[made], self.priced(self.look(self.fitting[made].candidate))]
             self.fitting[made] = min((each for each in again if each is not None), key=lambda each: each.seconds)

@@ -25,7 +25,7 @@ from seq1f1b.attention.packing import pack_documents
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
-from seq1f1b.planning.orders import LEVELS, Made, Orders, families_named
+from seq1f1b.planning.orders import Made, Orders, families_named
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_rows import (
     MOST_TOKENS,
@@ -381,10 +381,10 @@ class _Search:
         def seconds(order: Schedule) -> float:
             return self._simulate(order, costs).makespan
 
-        orders = Orders(family, [costs], self._memory, self._remedies, build, seconds)
-        made = [orders.made_for(self._memory, is_quick)]
+        orders = Orders(family, [costs], self._memory, self._remedies, build, seconds, is_quick, is_quick)
+        made = [orders.made_for(self._memory)]
         if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
-            made.append(orders.with_remedies(LEVELS[:1] if is_quick else LEVELS, is_whole=is_quick))
+            made.append(orders.with_remedies())
         return [
             each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else orders.fit(each) for each in made
         ]
