@@ -110,11 +110,17 @@ def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
 
 
 def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = "d") -> array[Any]:
-    """The values of a table: a number that stands for all, or nested sequences, with a value for each of ``per``.
+    """The values of a table: a number that stands for all, or nested sequences, with a value for each of ``per``; or
+    one array of all units, [stage, unit] or [unit], those of rows one after another.
 
     Raises:
         ValueError, TypeError: a sequence has another length, or holds what is no number; names the table and the place.
     """
+    if hasattr(given, "dtype"):  # an array of all units
+        cells = order.num_segments if order.rows is None else sum(order.rows)
+        wanted_shape = {_C.PER_CELL: (order.num_stages, cells), _C.PER_SEGMENT: (cells,)}.get(per)
+        if given.dtype == code and given.shape == wanted_shape:
+            return array(code, given.tobytes())
     if order.rows is None:  # in the form that it should have, most often
         k, S, is_nested = order.num_segments, order.num_stages, per == _C.PER_CELL
         wanted = {_C.PER_RANK: order.num_ranks, _C.PER_PAIR: S - 1, _C.PER_SEGMENT: k}.get(per, S)
@@ -144,6 +150,11 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     return numbers(name, code, found)
 
 
+def _is_zero(table: Any) -> bool:
+    """Whether a table is None, or the number 0."""
+    return table is None or (table.__class__ in (int, float) and table == 0)
+
+
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Seconds of every pass, [pass][stage][column], with those that stand in for None."""
     seconds, given = array("d"), 0
@@ -151,7 +162,7 @@ def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # what is no attribute costs nothing
         given |= (table is not None) << number
-        seconds += array("d", bytes(8 * cells)) if not table else flat(order, name, _C.PER_CELL, table)
+        seconds += array("d", bytes(8 * cells)) if _is_zero(table) else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
     return seconds
 
@@ -172,8 +183,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tupl
     tables: list[array[int] | None] = []
     for row in HOLDINGS:
         given = getattr(memory, row.name)
-        is_nothing = given is None or (given.__class__ is int and given == 0)
-        tables.append(None if is_nothing else flat(order, row.name, row.per, given, "q"))
+        tables.append(None if _is_zero(given) else flat(order, row.name, row.per, given, "q"))
     whole, kept = tables[:2]  # in C the first is without the second, which W reads
     if memory.kept_activations is None:
         tables[:2] = None, whole
@@ -186,7 +196,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tupl
     messages: tuple[array[int] | None, ...] = (None, None)
     if links is not None:
         messages = tuple(
-            flat(order, name, _C.PER_SEGMENT, given, "q") if (given := getattr(links, name)) else None
+            None if _is_zero(given := getattr(links, name)) else flat(order, name, _C.PER_SEGMENT, given, "q")
             for name in ("message_bytes", "statistics_bytes")
         )
     return *(table if table is not None and any(table) else None for table in tables), *messages

@@ -23,9 +23,9 @@ from seq1f1b.simulation import (
     Simulation,
     StepMemory,
     costs_of_options,
+    kinds_that_fit,
     memory_of,
     simulated,
-    unit_seconds,
     whole_values,
 )
 from seq1f1b.unit import Timeline, Unit, edges_of
@@ -296,22 +296,14 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
         """
-        if not by or not set(by) <= {"recompute", "offload"}:
-            raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        rooms = whole_values(self, "room", _C.PER_RANK, room)
-        tier = flat(self, "tier", _C.PER_CELL, costs.tier)
-        start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
-        held = held_bytes(self, memory, costs.links)
-        most = None if tier_room is None else whole_values(self, "tier_room", _C.PER_RANK, tier_room)
-        kinds = _C.program_fit(self._lower(), held, rooms, tier, start, most, "recompute" in by, "offload" in by)
-        return self._with_kinds(kinds)
+        return self._with_kinds(kinds_that_fit(self, memory, room, by, costs, tier_room))
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
         order = self
         for kind in (1, 2):
             if kind in kinds:
-                chosen = kinds.translate(bytes(x == kind for x in range(256)))
+                chosen = kinds.translate(bytes(kind) + b"\1" + bytes(255 - kind))
                 order = self._from_handle(_C.schedule_change_cells(order.handle, kind, chosen), like=self)
         return order
 

@@ -129,21 +129,20 @@ def spans_of(
 
 
 def seconds_of(source: Any, span: Span) -> Any:
-    """Tables of the units over a span of arrays, of any rows, as a ``PassSeconds``. Stages of one kind share a list.
+    """Tables of the units over a span of arrays, of any rows, as a ``PassSeconds``: arrays [stage, unit].
 
     source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
         alike for stages that cost alike; ``seconds(span)`` tells those of a unit, for each kind, and ``shard(span)``
         those of a vocabulary over the ranks.
     """
-    zeros = 0.0 * span.tokens  # makes arrays of numbers that are the same for all
-    by_kind = [[(seconds + zeros).tolist() for seconds in found] for found in source.seconds(span)]
-    return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
+    by_kind = [[seconds + 0.0 * span.tokens for seconds in found] for found in source.seconds(span)]
+    return PassSeconds._make(np.array(tables)[list(source.kinds)] for tables in zip(*by_kind, strict=True))
 
 
-def shards_of(source: Any, span: Span) -> dict[str, list[list[float]]]:
-    """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
-    rows = [(seconds + 0.0 * span.tokens).tolist() for seconds in source.shard(span)]
-    return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
+def shards_of(source: Any, span: Span) -> dict[str, Any]:
+    """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them: arrays [stage, unit]."""
+    rows = source.shard(span)._asdict().items()
+    return {name: np.array([seconds + 0.0 * span.tokens] * len(source.kinds)) for name, seconds in rows}
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:

@@ -231,7 +231,7 @@ def simulated(
     if not 0 <= noise.seed < 2**64:
         whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
-    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier) if costs.tier else None, costs.links
+    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
     [send] = numbers("send", "d", [links.send])
     jitters = numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter])
     makespan, period, span, busy, wait, times, path = _C.program_simulate(
@@ -242,7 +242,7 @@ def simulated(
             seconds_per_byte(schedule, links),
             flat(schedule, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
             flat(schedule, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
-            tier if tier is not None and any(tier) else None,
+            tier if any(tier) else None,
             flat(schedule, "optimizer", _C.PER_RANK, costs.optimizer),
             None if durations is None else unit_seconds(schedule, durations),
         ),
@@ -277,6 +277,22 @@ def simulated(
         start=start,
         end=ends,
     )
+
+
+def kinds_that_fit(
+    schedule: Schedule, memory: StepMemory, room: Any, by: Sequence[str], costs: Costs, tier_room: Any
+) -> bytes:
+    """What becomes of each unit, a byte for each cell; arguments and errors are those of
+    :meth:`seq1f1b.Schedule.fit`."""
+    if not by or not set(by) <= {"recompute", "offload"}:
+        raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
+    rooms = whole_values(schedule, "room", _C.PER_RANK, room)
+    tier = flat(schedule, "tier", _C.PER_CELL, costs.tier)
+    start = unit_seconds(schedule, schedule.simulate(costs).start) if len(set(by)) == 2 else None
+    held = held_bytes(schedule, memory, costs.links)
+    most = None if tier_room is None else whole_values(schedule, "tier_room", _C.PER_RANK, tier_room)
+    ways = "recompute" in by, "offload" in by
+    return _C.program_fit(schedule._lower(), held, rooms, tier, start, most, *ways)
 
 
 def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
@@ -342,6 +358,8 @@ def costs_of_options(options: Mapping[str, Any]) -> Costs:
 
 def _sum(a: Any, b: Any) -> Any:
     """Sums of two tables, or of a table and a number."""
+    if hasattr(a, "dtype"):  # arrays
+        return a + b
     if not hasattr(a, "__len__"):
         return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
     return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from seq1f1b import _C
 from seq1f1b.families import families
 from seq1f1b.plan import Layout
@@ -117,8 +119,8 @@ def costs_of(cost: CostModel, sizes: list[int], orders: list[list[int]]) -> dict
     price = cost.price(sizes)
     seconds = {**price.seconds._asdict(), **price.moving_seconds()}
     return {
-        "passes": {name: rows_of(table) for name, table in seconds.items()},
-        "message": price.message_bytes,
+        "passes": {name: rows_of(table.tolist()) for name, table in seconds.items()},
+        "message": price.message_bytes.tolist(),
         "places": [placement(cost, price, rank_of_stage) for rank_of_stage in orders],
     }
 
@@ -126,7 +128,8 @@ def costs_of(cost: CostModel, sizes: list[int], orders: list[list[int]]) -> dict
 def placement(cost: CostModel, price: Price, rank_of_stage: list[int]) -> dict[str, Any]:
     """What depends on where stages lie, and bytes."""
     latency, bandwidth = cost.links(rank_of_stage)
-    memory = asdict(price.step_memory(rank_of_stage))
+    held = asdict(price.step_memory(rank_of_stage))
+    memory = {name: np.asarray(table).tolist() for name, table in held.items()}
     memory["activations"] = [
         [whole - kept for whole, kept in zip(*rows, strict=True)]
         for rows in zip(memory["activations"], memory["kept_activations"], strict=True)

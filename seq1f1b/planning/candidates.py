@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -210,7 +212,7 @@ class Pricing:
         A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
         the first segment's way down to that stage and the way back up come on top.
         """
-        forward, inputs, weight, backward = map(np.array, price.seconds[:4])
+        forward, inputs, weight, backward, _ = price.seconds
         # What a backward takes, and its part on the way up: a W that is its own unit may run beside that.
         way_up = backward
         if splits:  # some such orders have whole backwards, too
@@ -309,18 +311,18 @@ class Pricing:
     def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
         schedule, moves = found.made.schedule, "offload" in found.candidate.remedies
-        known = self._costs(found, schedule)
-        periods = [self._period(schedule, costs)[0] for costs in known]
-        changes = dict[tuple[str, float], float]()
-        for ends, changed in machines(self.hardware):
-            each = [price._costs_of_each(changed, len(ends), schedule, moves) for price in found.prices]
-            for end, own in zip(ends, zip(*each, strict=True), strict=True):
-                rows = zip(own, known, periods, strict=True)
-                later = (0.0 if x == y else self._period(schedule, x)[0] - period for x, y, period in rows)
-                changes[end] = self.mean(later)
+        periods = [self._period(schedule, costs)[0] for costs in self._costs(found, schedule)]
+
+        def change(name: str, end: float) -> float:
+            """Seconds by which the step takes longer where one number of the machine is this end."""
+            changed: dict[str, Any] = {name: end}
+            prices = (price.cost.on(replace(self.hardware, **changed)).price(price.sizes) for price in found.prices)
+            later = (self._period(schedule, price.costs(schedule, moves=moves))[0] for price in prices)
+            return self.mean(map(operator.sub, later, periods))
+
         terms = []
         for name, (low, high) in self.hardware.spread.items():
-            moved = changes[name, low], changes[name, high]
+            moved = change(name, low), change(name, high)
             if any(moved):
                 terms.append(Uncertain(name, low, high, *moved))
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
@@ -365,37 +367,25 @@ class Pricing:
             peak_high=tuple([rank.total for rank in high]),
             cap=self.cap,
             optimizer_sync=self.optimizer_sync,
-            options=made.options,
+            options=_told(made.options),
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=spread_seconds(found),
+            spread=_told(spread_seconds(found)),
         )
+
+
+def _told(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with lists in place of arrays, as files have them."""
+    return json.loads(json.dumps(options, default=lambda array: array.tolist()))  # type: ignore[no-any-return]
 
 
 def of_shards(price: Price) -> float:
     """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
-    return sum(sum(table[0]) for table in price.shard_seconds.values())
+    return float(sum(table[0].sum() for table in price.shard_seconds.values()))
 
 
 def spread_seconds(found: Found) -> dict[str, Any]:
     """By which the passes of a vocabulary over the ranks find their places; {} where it is not."""
     price = found.prices[-1]
     return price.seconds._asdict() | price.shard_seconds if price.shard_seconds else {}
-
-
-_ALONE = frozenset({"node_size", "head_tile", "element_bytes"})  # by which more than seconds changes
-
-
-def machines(hardware: Hardware) -> Iterator[tuple[list[tuple[str, float]], Hardware]]:
-    """Ends of uncertain terms, and machines that each have one of them: one with arrays, (machines, 1), for most."""
-    ends = [(name, end) for name, pair in hardware.spread.items() for end in pair]
-    several = [(name, end) for name, end in ends if name not in _ALONE]
-    columns: dict[str, Any] = {name: np.full((len(several), 1), getattr(hardware, name)) for name, _ in several}
-    for i, (name, end) in enumerate(several):
-        columns[name][i] = end
-    yield several, replace(hardware, **columns)
-    for name, end in ends:
-        if name in _ALONE:
-            alone: dict[str, Any] = {name: end}
-            yield [(name, end)], replace(hardware, **alone)

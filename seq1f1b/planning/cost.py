@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts, UnitBytes, check_layout, whole_bytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, spans_between, spans_of
+from seq1f1b.seconds import Span, arrays_of, seconds_of, shards_of, spans_between, spans_of
 from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
@@ -239,7 +238,8 @@ class RankBytes:
 class Price:
     """Seconds and bytes of the units of a step, as an order of them takes both. :meth:`CostModel.price` makes one.
 
-    A table is [stage][segment] where all micro-batches are alike, and else [stage][micro-batch][segment].
+    A table is an array [stage, unit]. The units are the segments of all rows, one after another; of micro-batches that
+    are alike, those of one.
 
     Attributes:
         cost: of the model on a machine.
@@ -264,17 +264,13 @@ class Price:
 
     # -- tables
 
-    def _table(self, by_kind: Iterable[Any], kinds: Sequence[int] | None = None) -> list[list[Any]]:
-        """A row for each stage, from values of all segments of each kind of stages; equal stages share one."""
-        rows = [values if isinstance(values, list) else values.tolist() for values in by_kind]
-        if not self._is_alike:
-            places = list(itertools.pairwise([0, *self._ends]))
-            rows = [[values[begin:end] for begin, end in places] for values in rows]
-        return [rows[kind] for kind in kinds or self.cost.parts.kinds]
+    def _table(self, by_kind: Iterable[Any]) -> Any:
+        """A row for each stage, from values of all units of each kind of stages."""
+        return np.array(list(by_kind))[self.cost.parts.kinds]
 
-    def microbatches(self, row: list[Any]) -> list[list[Any]]:
+    def microbatches(self, row: Any) -> list[Any]:
         """The row of a stage in a table, by micro-batch; those that are alike are one."""
-        return [row] if self._is_alike else row
+        return np.split(row, self._ends[:-1])
 
     @cached_property
     def _span(self) -> Span:
@@ -287,13 +283,10 @@ class Price:
     @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass, a ``PassSeconds`` of tables."""
-        tables = seconds_of(self.cost.source, self._span)
-        if self._is_alike:
-            return tables
-        return PassSeconds._make(self._table(table, range(self.cost.num_stages)) for table in tables)
+        return seconds_of(self.cost.source, self._span)
 
     @cached_property
-    def shard_seconds(self) -> dict[str, list[list[float]]]:
+    def shard_seconds(self) -> dict[str, Any]:
         """Seconds of S, T, E and G of a vocabulary over the ranks, tables; {} where it is not, and in rows."""
         is_spread = self.cost.parts.spreads and self._is_alike
         return shards_of(self.cost.source, self._span) if is_spread else {}
@@ -301,12 +294,10 @@ class Price:
     @property
     def imbalance(self) -> float:
         """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
-        tables = (*self.seconds.forward, *self.seconds.backward)
-        flat = [[unit for row in self.microbatches(stage) for unit in row] for stage in tables]
-        units = list(map(sum, zip(*flat, strict=True)))
-        return float(max(units) * len(units) / sum(units) - 1.0)
+        units = self.seconds.total.sum(0)
+        return float(units.max() / units.mean() - 1.0)
 
-    def moving_seconds(self) -> dict[str, list[list[Any]]]:
+    def moving_seconds(self) -> dict[str, Any]:
         """Fields of :class:`seq1f1b.Costs`, tables: what a rank's tier takes for what a unit saves, out or back, and
         what that takes of the rank's own time.
 
@@ -320,12 +311,8 @@ class Price:
         return {name: self._table(rate * unit.saved for unit in self._held) for name, rate in rates.items()}
 
     @cached_property
-    def message_bytes(self) -> list[Any]:
-        """Bytes of a message on one of the devices that share a stage, a table of one stage."""
-        return self._table([self._messages], [0])[0]
-
-    @cached_property
-    def _messages(self) -> Any:
+    def message_bytes(self) -> Any:
+        """Bytes of a message on one of the devices that share a stage, an array [unit]."""
         return whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
@@ -349,40 +336,6 @@ class Price:
             optimizer[rank] += value
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
-    def _costs_of_each(self, machines: Hardware, count: int, schedule: Schedule, moves: bool) -> list[Costs]:
-        """:meth:`costs` of steps that are alike, on each of so many machines. ``machines``: one whose numbers may be
-        arrays, (machines, 1)."""
-        price, rank_of_stage = self.cost.on(machines).price(self.sizes), schedule.rank_of_stage
-        cost, tokens = price.cost, self._span.tokens
-
-        def of_each(values: Any, width: int) -> Any:
-            return np.broadcast_to(values, (count, width)).tolist()
-
-        kinds = [[of_each(seconds, len(tokens)) for seconds in kind] for kind in cost.source.seconds(self._span)]
-        tables = {name: [kinds[kind][i] for kind in cost.source.kinds] for i, name in enumerate(PassSeconds._fields)}
-        if cost.parts.spreads:
-            shards = cost.source.shard(self._span)._asdict()
-            tables |= {name: [of_each(seconds, len(tokens))] * cost.num_stages for name, seconds in shards.items()}
-        if moves:
-            rates = {"tier": 1 / machines.tier_bandwidth, "move_out": machines.move_out, "move_in": machines.move_in}
-            for name, rate in rates.items():
-                kinds_moved = [of_each(rate * unit.saved, len(tokens)) for unit in price._held]
-                tables[name] = [kinds_moved[kind] for kind in cost.parts.kinds]
-        latencies, rates_of_links, send = cost._edges(rank_of_stage)
-        links = [np.ravel(np.broadcast_to(x, (count, 1))) for x in (*latencies, *rates_of_links, send)]
-        per_stage = [of_each(x, 1) for x in cost.optimizer_seconds()]
-        known = self.costs(schedule, moves=moves)
-        found = []
-        for t, (*edges, sent) in enumerate(np.array(links).T.tolist()):
-            optimizer = [0.0] * schedule.num_ranks
-            for rank, value in zip(rank_of_stage, per_stage, strict=True):
-                optimizer[rank] += value[t][0]
-            half = len(edges) // 2
-            of_links = replace(known.links, latency=edges[:half], bandwidth=edges[half:], send=sent)
-            seconds = {name: [row[t] for row in table] for name, table in tables.items()}
-            found.append(replace(known, **seconds, links=of_links, optimizer=optimizer))
-        return found
-
     # -- bytes of units
 
     @cached_property
@@ -395,7 +348,7 @@ class Price:
             )  # the last copy: of all keys
         return held
 
-    def held_bytes(self) -> list[list[Any]]:
+    def held_bytes(self) -> Any:
         """Most that a unit holds before or after I, a table; the first segment's also its micro-batch's cache, which
         goes when it is through. For orders made for a cap in bytes."""
         parts, found = self.cost.parts, []
@@ -449,7 +402,7 @@ class Price:
             (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
             for stage, rank in enumerate(rank_of_stage)
         ]
-        staying = self._table((count * self._messages for count in range(3)), counts)
+        staying: Any = np.outer(counts, self.message_bytes)
         return StepMemory(**self._unit_bytes, staying=staying)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
@@ -486,7 +439,7 @@ class Price:
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         with_work = peaks = schedule.peak_memory(memory, costs)
-        if memory.forward_work:
+        if "forward_work" in self._unit_bytes:
             peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
         P, last, longest, state = schedule.num_ranks, cost.num_stages - 1, max(self.sizes), _state_bytes(cost)
         pools = self._pool_bytes(schedule, memory.activations)
@@ -546,12 +499,8 @@ class Price:
         def peaks(table: Any) -> tuple[int, ...]:
             return schedule.peak_memory(StepMemory(activations=table)).activations
 
-        sums = [0] * schedule.num_ranks
-        for length in lengths:
-            alone = [
-                [held * (size == length) for held, size in zip(row, self.sizes, strict=True)] for row in activations
-            ]
-            sums = list(map(operator.add, sums, peaks(alone)))
+        alone = [peaks(activations * (np.array(self.sizes) == length)) for length in lengths]
+        sums = map(sum, zip(*alone, strict=True))
         parts, copies = self.cost.parts, 0.0
         if self.cost.layout.copies_prefix:
             prefixes = list(itertools.accumulate(self.sizes))[1:-1]

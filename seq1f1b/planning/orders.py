@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from seq1f1b.files import nearest_name
 from seq1f1b.planning.cost import Price, RankBytes
@@ -99,7 +100,7 @@ class Orders(NamedTuple):
         free, share = made.options, 1 + price.cost.hardware.allocator_reserve
         least = [0] * made.schedule.num_ranks  # one micro-batch
         for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
-            least[rank] += max(map(sum, price.microbatches(row)))
+            least[rank] += max(int(units.sum()) for units in price.microbatches(row))
         room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
         tried: list[Made] = []
         for _ in range(1 if self.is_quick else _CAP_TRIES):
@@ -169,7 +170,7 @@ class Orders(NamedTuple):
         options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
         if "transfer" in taken:
             latencies, rates = cost.links(range(cost.num_ranks))
-            message = statistics.fmean(itertools.chain(*self.price.microbatches(self.price.message_bytes)))
+            message = statistics.fmean(self.price.message_bytes)
             times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
             options["transfer"] = statistics.fmean(times) if times else 0.0
         if "backward" not in taken:
@@ -183,7 +184,7 @@ class Orders(NamedTuple):
         loop, wave = [0] * P, [0] * P
         for stage, row in enumerate(price.held_bytes()):
             turn, place = divmod(stage, P)
-            most = max(map(sum, price.microbatches(row)))
+            most = max(int(units.sum()) for units in price.microbatches(row))
             loop[place] += most
             wave[place if turn % 2 == 0 else P - 1 - place] += most
         return list(map(max, loop, wave))
@@ -192,17 +193,7 @@ class Orders(NamedTuple):
 def _with_recompute(made: Made, price: Price) -> list[Any]:
     """Seconds of F, I and W, where I has the R of the share of its units that are recomputed: of those of its segment,
     or of a micro-batch of its own."""
-    forward, before, weight = made.options["costs"]
-    inputs = []
-    for kinds, row, again in zip(made.schedule.cell_kinds(), before, price.seconds.recompute, strict=True):
-        words, rows = kinds.split(), price.microbatches(row)
-        each = len(words) // len(rows)  # micro-batches that are alike
-        found = [
-            [
-                x + r * sum(word[s] == "R" for word in words[m * each : (m + 1) * each]) / each
-                for s, (x, r) in enumerate(zip(own, agains, strict=True))
-            ]
-            for m, (own, agains) in enumerate(zip(rows, price.microbatches(again), strict=True))
-        ]
-        inputs.append(found if rows is row else found[0])
-    return [forward, inputs, weight]
+    forward, inputs, weight = made.options["costs"]
+    kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
+    again = (kinds == "R").reshape(len(kinds), -1, len(price.sizes))  # [stage, micro-batch that is alike, unit]
+    return [forward, inputs + price.seconds.recompute * again.sum(1) / again.shape[1], weight]

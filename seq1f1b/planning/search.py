@@ -510,7 +510,7 @@ class _Search(Pricing):
         """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
         kept = []
         for price in self.look(found.candidate._replace(inside="none")).prices:
-            forward, inputs, weight, backward, _ = (sum(map(sum, table)) for table in price.seconds)
+            forward, inputs, weight, backward, _ = (float(table.sum()) for table in price.seconds)
             each: float = forward + (inputs + weight if "W" in found.made.schedule.kinds else backward)
             each += self.num_ranks * of_shards(price)
             kept.append((self.num_microbatches * each + sum(price.cost.optimizer_seconds())) / self.num_ranks)

@@ -333,7 +333,7 @@ class _Search:
             return
         ranks = [0.0] * self._cost.num_ranks  # what each has to do in any order
         for stage, rank in enumerate(found.schedule.rank_of_stage):
-            ranks[rank] += sum(map(sum, found.costs.seconds.forward[stage] + found.costs.seconds.backward[stage]))
+            ranks[rank] += float(found.costs.seconds.total[stage].sum())
         units = 2 * self._cost.num_stages * len(found.costs.sizes)
         if found.seconds - max(ranks) > _SEARCH_SECONDS * units:
             for family in self._last:
@@ -370,8 +370,8 @@ class _Search:
             return build_schedule(
                 family.name,
                 num_ranks=self._cost.num_ranks,
-                num_microbatches=len(costs.message_bytes),
-                num_segments=[len(row) for row in costs.message_bytes],
+                num_microbatches=len(costs.rows),
+                num_segments=[len(row.sizes) for row in costs.rows],
                 stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
                 options=options or None,
                 parents=costs.parents,

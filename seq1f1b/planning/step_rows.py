@@ -35,10 +35,7 @@ class Rates(NamedTuple):
         none, near = (0.0,) * len(windows), tuple(min(pairs, pairs_of((tokens,), 0, tokens, w)) for w in windows)
         spans = [Span(tokens, 0, tokens, none), Span(2 * tokens, 0, tokens, none), Span(tokens, pairs, tokens, near)]
         found = seconds_of(cost.source, arrays_of(spans))
-        once, twice, attending = (
-            sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages
-            for i in range(3)
-        )
+        once, twice, attending = (found.total.sum(0) / cost.num_stages).tolist()
         return cls((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
 
     def of(self, tokens: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -239,6 +240,11 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
 def _step(plan: Any) -> Any:
     """A plan of one step."""
     costs = plan.costs
+
+    def sums(table: Any) -> Any:
+        """Totals of each micro-batch of each stage."""
+        return [[[math.fsum(units)] for units in costs.microbatches(row)] for row in table]
+
     return {
         "rows": plan.rows,
         "sizes": plan.segment_sizes,
@@ -246,10 +252,10 @@ def _step(plan: Any) -> Any:
         "ranks": [asdict(rank) for rank in plan.ranks],
         "seconds": plan.seconds,
         "imbalance": plan.imbalance,
-        "units": [_sum(table) for table in costs.seconds],
-        "held": _sum(costs.held_bytes()),
-        "message": _sum(costs.message_bytes),
-        "memory": _sum(costs.memory(plan.schedule.rank_of_stage).activations),
+        "units": list(map(sums, costs.seconds)),
+        "held": sums(costs.held_bytes()),
+        "message": sums([costs.message_bytes])[0],
+        "memory": sums(costs.memory(plan.schedule.rank_of_stage).activations),
         "least": costs.least_bytes(),
     }
 
@@ -266,7 +272,7 @@ def answer(name: str, cap: int | None) -> Any:
         found = (_plan_request(int(number), cap) if kind == "plan" else _other_request(int(number)))()
     except ValueError as error:
         found = {"refused": str(error)}
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(found, default=lambda array: array.tolist()))
 
 
 def record(name: str) -> Any:

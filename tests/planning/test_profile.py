@@ -393,21 +393,23 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert seconds.weight[1][1] == pytest.approx(weight + 1e-6)
     assert seconds.input[1][1] == pytest.approx(1.1 * (2 * layer[1] + behind - weight) + 1e-6)
     assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
-    assert price.message_bytes == [200 * 128, 100 * 128]
+    assert price.message_bytes.tolist() == [200 * 128, 100 * 128]
     saved = [2 * (100 + 7.5 * size) for size in sizes]
-    assert step.activations[0] == [math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)]
+    assert step.activations[0].tolist() == [
+        math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
+    ]
     beside = [20 + 0.5 * size for size in sizes]  # of each part: what I holds at most, less the workspace
     kept = [(2 + 1) * (2.5 + 1.5) * size - 2 * more for size, more in zip(sizes, beside, strict=True)]
-    assert step.kept_activations[0] == kept
+    assert step.kept_activations[0].tolist() == kept
     ends = 1 if head_in_loss else 2
-    assert step.output_gradients[1] == [ends * more for more in beside]
+    assert step.output_gradients[1].tolist() == [ends * more for more in beside]
     while_forward, while_backward = ([floor + rate * size for size in sizes] for floor, rate in ((30, 0.25), (40, 0.5)))
     memory = price.memory((0, 1))
-    assert memory.forward_work[0] == [math.ceil(work) for work in while_forward]
-    assert memory.backward_work == [[math.ceil(work) for work in while_backward]] * 2
+    assert memory.forward_work[0].tolist() == [math.ceil(work) for work in while_forward]
+    assert memory.backward_work.tolist() == [[math.ceil(work) for work in while_backward]] * 2
     if head_in_loss:  # F of the last stage goes back through the head, and holds what it saved
         while_forward = [work + 100 + 7.5 * size for work, size in zip(while_backward, sizes, strict=True)]
-    assert memory.forward_work[1] == [math.ceil(work) for work in while_forward]
+    assert memory.forward_work[1].tolist() == [math.ceil(work) for work in while_forward]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = price.rank_bytes(order)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
