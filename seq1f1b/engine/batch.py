@@ -42,7 +42,6 @@ class StepArguments:
     kwargs: Any
     loss_weight: float | None = None
     gradient_scale: float = 1.0
-    gradient_divisor: int = 1  # of what the step adds, after its last backward
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None

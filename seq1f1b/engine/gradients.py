@@ -25,20 +25,10 @@ class StepGradients:
     Args:
         parameters: those meant, each once.
         wide: ids of those whose gradients grow in ``dtype``.
-        divisor: what the step adds is divided by it at the end.
-        others: those to which the step may add in place, if the divisor is not 1.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        wide: Collection[int],
-        dtype: torch.dtype | None,
-        divisor: int,
-        others: Collection[nn.Parameter],
-    ) -> None:
-        self._others = others
-        self._parameters, self._wide, self._dtype, self._divisor = parameters, wide, dtype, divisor
+    def __init__(self, parameters: list[nn.Parameter], wide: Collection[int], dtype: torch.dtype | None) -> None:
+        self._parameters, self._wide, self._dtype = parameters, wide, dtype
         self._before: dict[int, Tensor | None] = {id(p): p.grad for p in parameters}
         # DDP's gradients may lie in a bucket that its next reduction overwrites.
         self._copies = {key: g.detach().clone() for key, g in self._before.items() if g is not None and _is_part(g)}
@@ -53,12 +43,8 @@ class StepGradients:
                 if id(parameter) in self._wide:
                     assert self._dtype is not None
                     self._zeros[id(parameter)] = _make_zeros(parameter, self._dtype)
-            for gradient in self._grown_in_place() if self._divisor > 1 else ():
-                gradient.mul_(self._divisor)
             yield
         except BaseException:
-            for gradient in self._grown_in_place() if self._divisor > 1 else ():
-                gradient.div_(self._divisor)
             with torch.no_grad():
                 for parameter in self._parameters:
                     parameter.grad = self._before[id(parameter)]
@@ -93,15 +79,11 @@ class StepGradients:
             factor: by which the latter is multiplied, where all gradients started from nothing; 0: it is nothing, even
                 if it is not finite.
         """
-        for gradient in self._grown_in_place() if self._divisor > 1 else ():
-            gradient.div_(self._divisor)
         for parameter in self._parameters:
             before, added = self._before[id(parameter)], self.added(parameter)
             copy = self._copies.get(id(parameter), before)
             if added is not None:
                 local = _local(added)
-                if self._divisor > 1:
-                    local.div_(self._divisor)
                 if factor == 0.0:
                     local.zero_()
                 elif factor != 1.0:
@@ -114,15 +96,6 @@ class StepGradients:
                 parameter.grad = before
             if before is not None and copy is not None and copy is not before:
                 before.copy_(copy)
-
-    def _grown_in_place(self) -> list[Tensor]:
-        """Gradients of others, to which the step adds what is divided later: multiplied before, they come out as they
-        were, to the last bit or the one before it.
-
-        Setting them aside would take a second buffer, and DDP's lie in a bucket that the next reduction overwrites.
-        """
-        own = (p.grad for p in self._others if p.requires_grad and id(p) not in self._before)
-        return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
 
 
 def _is_part(gradient: Tensor) -> bool:

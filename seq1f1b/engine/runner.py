@@ -231,7 +231,7 @@ class Runner:
         if pipeline.tier is not None:
             around.callback(pipeline.tier.reset)
         if training:
-            batch.gradients = self._step_gradients(arguments.gradient_divisor)
+            batch.gradients = self._step_gradients()
             around.enter_context(batch.gradients.apart())
         self._executor = order.executor
         seconds = self._run_units(step, order, number)
@@ -369,17 +369,16 @@ class Runner:
         self._check_clock()
         return above("report")(self, gather)
 
-    def _step_gradients(self, divisor: int) -> StepGradients:
+    def _step_gradients(self) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)
         tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
         apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
-        own = [p for module in self._bare for p in module.parameters()]
         if self.divides is not False:
-            apart |= {id(p): p for p in own}
-        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
+            apart |= {id(p): p for module in self._bare for p in module.parameters()}
+        return StepGradients(list((apart | wide).values()), wide, dtype)
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and gives the error its place: stage and unit.
