@@ -1,4 +1,6 @@
-"""Modules that run as compiled code. The engine leaves them as they are: code of its own would be traced into it."""
+"""Tells modules that run as compiled code. The engine leaves such modules alone: compilation would trace its own code,
+too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ __all__: list[str] = []
 
 
 def is_compiled_whole(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code, as ``torch.compile`` and ``nn.Module.compile`` make it."""
+    """Returns whether a call of the module runs compiled code (``torch.compile`` or ``nn.Module.compile``)."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -35,5 +37,5 @@ def _has_compiled(owner: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module or a part of it runs as compiled code."""
+    """Returns whether the module or a part of the module runs as compiled code."""
     return any(runs_compiled(part) for part in module.modules())

@@ -1,4 +1,4 @@
-"""How segments' losses make the losses of whole micro-batches, and their gradients.
+"""Weights of segments' losses in the losses of whole micro-batches, and in their gradients.
 
 A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
 share enters as the seed of the backward, so the graph is that of the plain loss.
@@ -27,16 +27,16 @@ IGNORED = -100  # torch's ignore_index
 
 
 class Weighting:
-    """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
+    """Weights of the losses of one step's segments, by the engine's options and the step's arguments.
 
     Attributes:
-        shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
-        counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
-        seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
-        sum_seed: of losses that come with one; :meth:`factor` does the rest.
-        count: counts those of any part of a sequence; None: losses are added as they are.
+        shares: by cell, share of a segment in its micro-batch's loss, once :meth:`weigh` has run.
+        counts: by cell, the targets of a mean loss, 1.0 if losses are added as they are.
+        seeds: by cell, seeds of backwards, float64 on the device, for losses without a divisor.
+        sum_seed: seed of losses with a divisor; :meth:`factor` does the rest.
+        count: counts targets of any part of a sequence; None: losses are added as they are.
         scale: by cell, the shares on the device, float64.
-        weights: of micro-batches, once they are known; None: all weigh alike.
+        weights: of micro-batches, once known; None: all weigh alike.
     """
 
     scale: Tensor
@@ -52,7 +52,9 @@ class Weighting:
         self.weights: list[float] | None = None
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
-        """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
+        """Returns gradients of an auxiliary loss of a unit's segment, and of a loss of its micro-batch's whole
+        sequence.
+        """
         options, row = self.options, self.rows[unit.microbatch]
         weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
         if options.loss.reduction == "sum":
@@ -65,10 +67,10 @@ class Weighting:
         return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
 
     def weigh(self, last: Any) -> None:
-        """Finds the shares of this rank's segments, and the seeds of their backwards.
+        """Computes the shares of the rank's segments, and the seeds of their backwards.
 
-        If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
-        the parts is to be the loss.
+        If ranks share the tokens of segments, each rank's share is multiplied by the number of parts, because the loss
+        is the mean over the parts.
 
         Args:
             last: the last stage.
@@ -108,8 +110,9 @@ class Weighting:
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
-        """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
-        replicas."""
+        """Returns the factor for gradients of sums, once the divisors of all segments are known. Collective over
+        replicas.
+        """
         if self.arguments.loss_weight is not None:
             return 1.0
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
@@ -125,7 +128,7 @@ class Weighting:
         return (divisor or 1.0) / total if total else 0.0
 
     def tell_of_counts(self, last: Any) -> None:
-        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        """Warns of means over unlike numbers of targets, for losses without a divisor."""
         options, arguments, counts = self.options, self.arguments, self._totals
         says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
@@ -150,14 +153,14 @@ def count_targets(
     count: Callable[[Any], float] | None,
     read: StepRead,
 ) -> list[list[float]]:
-    """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+    """Counts the targets of each [micro-batch][segment]: elements other than -100, or by ``count``.
 
     Args:
         whole: targets of the M micro-batches.
         rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
-        read: what is asked of the device, and read here.
+        read: requests for device values, read here.
     """
     asked: list[Any] = []
     for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
@@ -191,7 +194,7 @@ def count_targets(
 
 
 def count_default(target: Any) -> float:
-    """Targets of any part of a sequence: elements that are not -100."""
+    """Returns the number of targets in any part of a sequence: elements other than -100."""
     target = next(iter(tensors_of(target)), None)
     if target is None:
         return 1.0
@@ -221,7 +224,7 @@ def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows)
 
 
 def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
+    """Joins losses of segments (by cell) to losses of the M micro-batches; zero if nothing was counted.
 
     Args:
         rows: tokens of the segments of every micro-batch.
@@ -237,7 +240,7 @@ def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
-    """Makes the targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+    """Makes the targets of next-token prediction: position t gets token t + 1, the last position is ignored (-100).
 
     Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
 
@@ -245,7 +248,7 @@ def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None)
         tokens: integer tensor, for example (batch, sequence).
         dim: the sequence dimension.
         doc_ids: ids of packed documents, in the shape of ``tokens``. The last token of each document is ignored, too,
-            because the first token of another one follows it.
+            because the next document's first token follows it.
     """
     if tokens.is_floating_point() or tokens.dim() <= dim:
         raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")
