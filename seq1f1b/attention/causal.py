@@ -71,12 +71,13 @@ def causal_attention(
     doc_ids: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes causal attention of the current segment over itself and everything before.
+    """Computes causal attention of the current segment over itself and all earlier tokens.
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
-    In a tree of segments "before" is the segment's path; siblings in one unit see the path and their own tokens, and
-    take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA, cuDNN, torch's flash
-    or memory-efficient attention, this package's kernels or matrix products compute it, as tensors and options allow.
+    In a tree of segments "earlier" means along the segment's path; siblings in one unit see the path and their own
+    tokens, and take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA, cuDNN,
+    torch's flash or memory-efficient attention, this package's kernels or matrix products compute it, as tensors and
+    options allow.
 
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
@@ -131,7 +132,7 @@ def causal_attention(
 
 
 def _in_segments() -> bool:
-    """Returns whether the running unit is a segment of a step. Notes for a check of its stage that the stage attends."""
+    """Returns whether the running unit is a segment of a step. Notes for a check of its stage that it attends."""
     unit = _C.unit_state()
     if unit is None:
         return _C.in_step()
@@ -161,7 +162,7 @@ def _check_layer(index: int) -> None:
 
 
 def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
-    """Returns the position of the segment's first token, 0 outside a step. Compiled code uses ``positions`` instead.
+    """Returns the position of the current segment's first token, 0 outside a step. In compiled code call ``positions``.
 
     In a tree of segments the position counts along the segment's path: its ancestors' tokens, then its own.
 
@@ -323,7 +324,6 @@ def _check_tangents(**inputs: Tensor) -> None:
 
 
 def _ids(doc_ids: Tensor) -> Tensor:
-    """Returns document ids in 32 bits, if they fit."""
     ids = doc_ids.to(torch.int32)
     if doc_ids.dtype != torch.int64 or doc_ids.device.type == "meta":
         return ids

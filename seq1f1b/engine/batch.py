@@ -207,7 +207,6 @@ class Batch:
 
 
 def _flat(nested: Any) -> list[Any]:
-    """Flattens [micro-batch][segment] into cells."""
     return list(chain.from_iterable(nested))
 
 

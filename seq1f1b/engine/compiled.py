@@ -1,6 +1,4 @@
-"""Tells modules that run as compiled code. The engine leaves such modules alone: compilation would trace its own code,
-too.
-"""
+"""Tells modules that run as compiled code. The engine's own code stays away from them: it would be traced, too."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ def runs_compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def _own_kinds(kind: type) -> tuple[type, ...]:
-    """The classes of a module but torch's own."""
     return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
 
 

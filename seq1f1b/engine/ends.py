@@ -126,7 +126,6 @@ class ToStage(Sink):
         return handed
 
     def _check(self, outputs: tuple[Any, ...], spec: Spec, length: int) -> None:
-        """Raises unless outputs are strided tensors on the stage's device, and alike for segments of one length."""
         device, index = self.step.stage.device, self.step.stage.index
         for o in outputs:
             if not isinstance(o, Tensor):

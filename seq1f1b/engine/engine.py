@@ -122,9 +122,7 @@ class PipelineEngine(OfOneProcess):
     if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError for a name that the engine lacks; for a name of a state, names
-            :class:`PipelineState`.
-            """
+            """Raises AttributeError for an unknown name; for a name of a state, names :class:`PipelineState`."""
             state = ": seq1f1b.PipelineState(engine, optimizer) has the state of this rank's stages, for torch's DCP"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
             raise AttributeError(text, name=name, obj=self)
@@ -203,40 +201,30 @@ class PipelineEngine(OfOneProcess):
             target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
             kwargs: keyword arguments of the rank's stages, by ``arg_rules``; or a list of M.
             loss_weight: the global number of counted targets (all micro-batches, all data-parallel ranks), by which
-                losses
-                are divided instead of by each micro-batch's number and by M. Gradients are then those of the mean over
-                all
-                these targets; under DDP or FSDP2 the division by the reduction is undone. The returned losses do not
-                change.
+                losses are divided instead of by each micro-batch's number and by M. Gradients are then those of the
+                mean over all these targets; under DDP or FSDP2 the division by the reduction is undone. The returned
+                losses do not change.
             grad_scaler: scales gradients, not the returned losses. Call ``unscale_``, ``step`` and ``update`` as
-                always, on
-                every rank. If gradients of any rank overflow, all ranks skip the optimizer's step.
+                always, on every rank. If gradients of any rank overflow, all ranks skip the optimizer's step.
             segment_sizes: makes the step a step of rows: for every micro-batch the tokens of its segments, equal on
-                every
-                rank. Lengths and numbers of segments may differ between micro-batches, and the number of micro-batches
-                may
-                differ between steps; ``inputs``, ``target`` and sliced keyword arguments are lists with one entry per
-                micro-batch, all of one batch size. The engine's schedule, a name or a callable, builds the order for
-                these
-                counts. Gradients are those of the mean over all counted targets of the step (of all micro-batches, on
-                this
-                replica), however long the micro-batches are; with ``loss_weight`` as above; with
+                every rank. Lengths and numbers of segments may differ between micro-batches, and the number of
+                micro-batches may differ between steps; ``inputs``, ``target`` and sliced keyword arguments are lists
+                with one entry per micro-batch, all of one batch size. The engine's schedule, a name or a callable,
+                builds the order for these counts. Gradients are those of the mean over all counted targets of the step
+                (of all micro-batches, on this replica), however long the micro-batches are; with ``loss_weight`` as
+                above; with
                 ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
                 micro-batch's
                 targets. The returned losses are the micro-batches' means. ``Loss(reduction="sum")`` works as in other
                 steps.
             parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
                 micro-batch the segment that each segment follows, -1 for segment 0, a lower number than the segment's
-                own
-                for all others; None for a micro-batch whose segments follow each other. A segment sees its path (the
-                segments from 0 to itself) and nothing more; positions count along the path. Inputs and targets lie in
-                the
-                order of the segments' numbers. A size that is a list, such as ``[[1024, [256, 256]]]``, puts several
-                leaves
-                of one parent into one unit; layers then have no state (:func:`seq1f1b.carry_in`), window or ALiBi. A
-                token
-                of several paths is computed once: the paths share one dropout mask, and an auxiliary loss
-                (:func:`seq1f1b.add_loss`) counts the token once.
+                own for all others; None for a micro-batch whose segments follow each other. A segment sees its path
+                (the segments from 0 to itself) and nothing more; positions count along the path. Inputs and targets lie
+                in the order of the segments' numbers. A size that is a list, such as ``[[1024, [256, 256]]]``, puts
+                several leaves of one parent into one unit; layers then have no state (:func:`seq1f1b.carry_in`), window
+                or ALiBi. A token of several paths is computed once: the paths share one dropout mask, and an auxiliary
+                loss (:func:`seq1f1b.add_loss`) counts the token once.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
                 the plan's rows in the plan's order, with its recomputed or moved units and its receive places. Equal on
                 every rank. ``causal_attention`` of a row of several documents needs ``doc_ids``.
@@ -312,11 +300,9 @@ class PipelineEngine(OfOneProcess):
             dtype: of the whole model; None: float64 if it fits in memory, else the engine's own.
             show: prints the result on rank 0.
             model: the whole model, on rank 0, where the engine then needs ``loss_fn``, too; ranks above 0 give None or
-                the
-                model, and do not read it. The model keeps its training mode, and takes the parameters and buffers of
-                all
-                stages by name. Two kinds of buffers stay the model's own: buffers outside of checkpoints, and, if all
-                parameters are as in the model, buffers that no step changes; the latter must be equal.
+                the model, and do not read it. The model keeps its training mode, and takes the parameters and buffers
+                of all stages by name. Two kinds of buffers stay the model's own: buffers outside of checkpoints, and,
+                if all parameters are as in the model, buffers that no step changes; the latter must be equal.
         Raises:
             ValueError: a refused case; or model and stages disagree in names or shapes, the model does not fit in the
                 memory of rank 0, or does not run. Raised on every rank.
@@ -342,9 +328,7 @@ class PipelineEngine(OfOneProcess):
         return self._pipeline.named_parameters()
 
     def modules(self) -> list[nn.Module]:
-        """Returns the rank's stages in ascending order, and the loss if it is a module: a shard, or the last stage's
-        loss.
-        """
+        """Returns the rank's stages in ascending order, and the loss if it is a module (shard or last stage's)."""
         return self._pipeline.bare_modules()
 
     def clip_grad_norm_(
@@ -454,7 +438,6 @@ class PipelineEngine(OfOneProcess):
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def _join(self, modules: list[nn.Module], source: Schedule | Builder) -> None:
-        """Takes the rank's place in the pipeline: its stages, the memory they share, and its edges."""
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
         schedule = plain_schedule(source, self.num_ranks, len(modules), options, self.device)
@@ -494,7 +477,5 @@ class LoneEngine(PipelineEngine):
     _needs_whole_model = False
 
     def activations_of(self, stage: int) -> Any:
-        """Returns the bytes that graphs of the stage's units held in the last step; None if the step did not count
-        them.
-        """
+        """Returns the bytes in graphs of the stage's units in the last step; None if the step did not count them."""
         return self._runner.activations.get(stage)

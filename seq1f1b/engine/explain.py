@@ -59,7 +59,6 @@ def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) 
 
 
 def _hint(text: str, unit: Unit | None, stages: Mapping[int, Stage]) -> str:
-    """Returns an explanation of an error with a known likely cause, else ""."""
     hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
     if "{stage}" not in hint or unit is None:
         return hint if "{stage}" not in hint else ""

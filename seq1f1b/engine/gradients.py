@@ -126,7 +126,6 @@ class StepGradients:
 
 
 def _is_part(gradient: Tensor) -> bool:
-    """Returns whether a gradient lies in a larger tensor."""
     is_plain = not hasattr(gradient, "to_local") and gradient.layout == torch.strided
     return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
@@ -162,7 +161,6 @@ def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Returns the rank's part of a DTensor, or the tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 

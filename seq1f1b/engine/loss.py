@@ -37,8 +37,7 @@ class ToLoss(Sink):
         divides: whether the loss comes with a divisor; None before the first result.
         divisors: by cell, divisors of losses.
         constants: by cell, sums and divisors of losses that need no gradient: both must be 0, which is checked after
-            the
-            units.
+            the units.
         values: by cell, losses of tokens, if the loss returns them.
     """
 
@@ -95,7 +94,6 @@ class ToLoss(Sink):
             unit.seeds = (self._seed(unit, loss),)
 
     def _counts(self, cell: int) -> bool:
-        """Whether a segment has counted targets."""
         return self._weighting.shares[cell] != 0.0
 
     def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
@@ -226,7 +224,6 @@ class ToLoss(Sink):
         return None
 
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
-        """Returns the loss in a result of ``loss_fn``; keeps its divisor, and refuses other results."""
         loss, divisor = _split_loss(result) if isinstance(result, tuple) else (result, None)
         if divisor is None and self._is_of_tokens(unit, loss):
             loss = self._of_tokens(unit, loss)
@@ -258,16 +255,12 @@ class ToLoss(Sink):
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
     def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
-        """Returns the loss of a segment from its tokens' losses: their sum, divided by the number of targets of the
-        mean.
-        """
+        """Returns the loss of a segment: the sum of its tokens' losses over the number of targets of the mean."""
         self.values[unit.cell] = values.detach()
         return values.sum() / self._weighting.counts[unit.cell]
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
-        """Returns state that a loss may change beside its result: carried tensors, and gradients by a backward of its
-        own.
-        """
+        """Returns state that a loss may change beside its result: carried tensors, gradients of its own backward."""
         parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients
@@ -299,7 +292,6 @@ class ToLoss(Sink):
 
 
 def _split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
-    """Returns a sum and its divisor, from a pair that ``loss_fn`` returned."""
     if len(result) != 2:
         raise ValueError(f"loss_fn returned {len(result)} values, must be a scalar loss, or its sum and its divisor")
     total, divisor = result

@@ -59,9 +59,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.bytes = 0
 
     def count(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor's storages. Returns a detached tensor for the graph: an output, kept as it is, would keep its
-        own graph.
-        """
+        """Counts a tensor's storages. Returns it detached: a graph that kept its output as it is would keep itself."""
         storages = storages_of(tensor)
         self.is_partial |= not storages
         self.bytes += sum(size for address, size in storages.items() if address not in self._seen)

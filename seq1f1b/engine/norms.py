@@ -27,9 +27,7 @@ def total_norm(pipeline: Pipeline, norm_type: float) -> Tensor:
 
 
 def clip(pipeline: Pipeline, total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Clips the rank's gradients by a norm over all stages; with ``error_if_nonfinite``, raises RuntimeError for such a
-    norm.
-    """
+    """Clips the rank's gradients by a norm over all stages; raises RuntimeError if it must be finite and is not."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot clip: "
@@ -59,7 +57,6 @@ def _gradients_in_order(pipeline: Pipeline, excluded: set[int]) -> list[tuple[in
 
 
 def _norm(gradient: Tensor, norm_type: float) -> float:
-    """Returns the norm of the whole gradient, also if the rank holds a shard (DTensor)."""
     dtype = torch.float32 if gradient.dtype in REDUCED else None
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
@@ -68,9 +65,7 @@ def _norm(gradient: Tensor, norm_type: float) -> float:
 
 
 def share_overflow(pipeline: Pipeline) -> None:
-    """Makes one gradient infinite on every rank if any rank's gradient is: else only this stage would skip the step.
-    Collective.
-    """
+    """Makes a gradient infinite on every rank if any rank has one: otherwise only its stage would skip. Collective."""
     gradients = [p.grad for _, p in pipeline.named_parameters() if p.grad is not None]
     finite = all(bool(torch.isfinite(g).all()) for g in gradients)
     if not all(pipeline.group.all_gather_object(finite)) and finite and gradients:

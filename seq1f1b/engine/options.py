@@ -209,7 +209,6 @@ def _check_callable(name: str, value: object) -> None:
 
 
 def _check_blocks(value: Any) -> None:
-    """Raises unless the value is the name of a list of blocks, and their share."""
     if value is None:
         return
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):

@@ -69,9 +69,7 @@ class Part:
         """Called in B or I, after the backward; the unit still has its inputs."""
 
     def look_back(self) -> None:
-        """Called after the last unit, when nothing surrounds the units any more, and before ranks meet at the step's
-        end.
-        """
+        """Called after the last unit, when nothing surrounds the units, and before ranks meet at the step's end."""
 
     def figures(self) -> Mapping[str, Any]:
         """Figures for the report, by name."""

@@ -117,9 +117,7 @@ class Pipeline(OfOneProcess):
         self._closed = self._running = False
 
     def placed_modules(self) -> list[tuple[str, nn.Module]]:
-        """Returns the modules of the rank as given, under DDP or not, each with its place in words: an embedding,
-        stages in ascending order, and the loss if it is a module: a shard, or the last stage's loss.
-        """
+        """Returns the rank's modules as given, each with its place in words: embedding, stages, loss module."""
         options = self.options
         modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
         if options.embedding is not None:

@@ -140,9 +140,7 @@ class Kept:
             set_generator_states(self._device, before)
 
     def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
-        """Returns the output of F marked as needing a gradient if it may: only R will tell whether a gradient comes
-        back.
-        """
+        """Returns the output of F, marked if it may need a gradient: only R will tell whether one comes back."""
         if not (output.is_floating_point() or output.is_complex()):
             return output
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())

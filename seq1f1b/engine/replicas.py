@@ -54,9 +54,7 @@ class Ddp:
         self._is_reducing = False
 
     def after_weight(self, is_last: bool) -> None:
-        """Starts the reduction after the last W, when all gradients are complete: a backward that adds nothing tells
-        DDP of each parameter.
-        """
+        """Starts the reduction after the last W by a backward that adds nothing, which tells DDP of each parameter."""
         if not is_last:
             return
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
@@ -150,9 +148,7 @@ class Fsdp:
             parameter.to_accumulated_grad_if_needed()
 
     def end_step(self) -> None:
-        """Shards the parameters that an evaluation or a failed step leaves whole, and drops gradients that were not
-        reduced.
-        """
+        """Shards parameters left whole by an evaluation or a failed step, and drops gradients that were not reduced."""
         self._shard()
         for parameter in (p for group in self._groups() for p in group.fsdp_params if torch.is_grad_enabled()):
             parameter.unsharded_accumulated_grad = None
@@ -167,8 +163,8 @@ class Fsdp:
             root._get_fsdp_state()._root_post_backward_final_callback()
 
     def _shard(self) -> None:
-        """Shards all parameters after any failure: FSDP2 would go on in a forward or backward that did not end, and in
-        a forward ``reshard()`` does nothing.
+        """Shards all parameters after a failure: FSDP2 would go on in a forward or backward that did not end, and in a
+        forward ``reshard()`` does nothing.
         """
         sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
         for module in sharded:
@@ -184,7 +180,6 @@ class Fsdp:
             module.reshard()
 
     def _groups(self) -> Iterator[Any]:
-        """Yields the groups of parameters that are sharded and reduced together."""
         sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
         return (group for module in sharded for group in _parameter_groups(module._get_fsdp_state()))
 
@@ -213,7 +208,6 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _outermost_sharded(module: nn.Module) -> list[Any]:
-    """Returns the outermost modules under FSDP2: the module itself, or parts of the module."""
     if _is_sharded(module):
         return [module]
     return [part for child in module.children() for part in _outermost_sharded(child)]

@@ -252,7 +252,6 @@ class Runner:
         return step, losses, number, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
-        """The setting of a plain step, or of an evaluation. Collective."""
         length = self._length_of(arguments)
         if arguments.training:
             found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
@@ -294,7 +293,6 @@ class Runner:
         return number
 
     def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
-        """Runs all units; returns the seconds they took."""
         pipeline = self.pipeline
         run, place_views = step.run, pipeline.group.place_views
         on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
@@ -349,7 +347,6 @@ class Runner:
         return float(last[1])
 
     def _keep(self, record: StepRecord) -> None:
-        """Keeps measurements that only the first step of a shape makes."""
         self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
         for index, own in record.figures.items():
             self.activations |= {index: own["activations"]} if "activations" in own else {}
@@ -369,7 +366,6 @@ class Runner:
         return above("report")(self, gather)
 
     def _samples(self, arguments: StepArguments) -> dict[str, Any]:
-        """Returns samples of the rank's arguments, by name."""
         kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
         kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
         given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}

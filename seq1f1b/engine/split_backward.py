@@ -202,9 +202,7 @@ class Use(NamedTuple):
     tape: Tape | None
 
     def is_ours(self, ctx: Any) -> bool:
-        """Returns, in a backward, whether autograd need not accumulate the gradient. The graph leads to the weight
-        first.
-        """
+        """Returns, in a backward, whether autograd need not accumulate the gradient. The graph leads to the weight."""
         if torch.is_grad_enabled() or _has_hooks(self.weight):  # this backward is to be differentiated, or is watched
             return False
         try:  # False: torch.autograd.grad, or backward(inputs=...), of other tensors
@@ -258,9 +256,7 @@ class Tape:
         return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
-        """Returns bytes of inputs and of output gradients, each storage once; ``excluded``: addresses that do not
-        count.
-        """
+        """Returns bytes of inputs and output gradients, each storage once, without the ``excluded`` addresses."""
         held = []
         seen = set(excluded)
         for tensors in ([x for _, x, *_ in self.products], [dy for _, _, dy, _ in self.products]):

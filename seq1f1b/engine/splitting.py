@@ -38,9 +38,7 @@ TokenPart: TypeAlias = tuple[int, int]
 
 
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
-    """Returns k segments of a tensor, or of a tuple or dict of tensors, or this part of each; other values are
-    repeated.
-    """
+    """Returns k segments of a tensor, tuple or dict of tensors, or this part of each; repeats other values."""
 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)

@@ -154,7 +154,6 @@ class Step:
         return batch.sizes
 
     def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
-        """Gives a stage its source and its sink, and finds the function of each of its passes."""
         source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
         if not part.stage.is_first:
             source = FromStage(self.batch.training, self._parts.get(index - 1))
@@ -191,9 +190,7 @@ class Step:
                     around.enter_context(context)
 
     def look_back(self) -> None:
-        """Does the work that only the first step of a shape needs, after the last unit, when nothing surrounds units
-        any more.
-        """
+        """Does work for the first step of a shape, after the last unit, when nothing surrounds units any more."""
         for part in self._parts.values():
             for piece in part.parts:
                 piece.look_back()
@@ -201,8 +198,8 @@ class Step:
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def divides(self) -> tuple[bool | None, float, bool]:
-        """Returns, after the last unit, whether the loss came with its divisor (None: no loss was called), the factor
-        of the gradients in this case, and whether a stage of the rank has given auxiliary losses.
+        """Returns, after the last unit: whether the loss came with its divisor (None: no loss was called), the
+        gradients' factor then, and whether a stage of the rank has given auxiliary losses.
         """
         has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
         loss, weighting = self._loss, self._weighting
@@ -236,9 +233,7 @@ class Step:
                 part.end()
 
     def losses(self) -> list[Tensor]:
-        """Returns losses of the M micro-batches on the rank of the last stage, or losses of all their tokens; []
-        elsewhere.
-        """
+        """Returns losses of the M micro-batches, or of all their tokens, on the last stage's rank; [] elsewhere."""
         if self._last is None or self.batch.target is None:
             return []
         found = self._loss if self._head is None else self._head

@@ -76,7 +76,6 @@ class TiedParameters:
     # -- this rank's copies --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Reads the parameters that all modules list and hold now."""
         found, listings = dict[str, list[_Copy]](), dict[tuple[int, str], tuple[Any, list[str]]]()
         self._problem = ""
         try:
@@ -186,7 +185,6 @@ class TiedParameters:
         self._holders, self._everyones = holders, everyones
 
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """Yields the rank's copies, by the names that all ranks go through in one order."""
         for name in self._holders:
             if name in self._copies:
                 yield name, [copy.parameter for copy in self._copies[name]]
@@ -240,9 +238,7 @@ class TiedParameters:
                 gradients.replace(copy, total)
 
     def _lost(self, having: Collection[str]) -> str:
-        """Returns a text about a copy outside of all modules that got no gradient; ``having`` are names with a
-        gradient.
-        """
+        """Returns a text about a copy outside of all modules without a gradient; ``having``: names with one."""
         for name, (copy, *_) in self._copies.items():
             if name not in having and not copy.is_held and copy.parameter.requires_grad:
                 return (
@@ -305,7 +301,6 @@ class TiedParameters:
 
 
 def _refuse(texts: Sequence[str]) -> None:
-    """Raises, on every rank, the error of one of them."""
     for rank, text in enumerate(texts):
         if text:
             raise Disagreement(f"rank {rank}: {text}")
@@ -373,6 +368,5 @@ def _sum_of_bytes(tensor: Tensor) -> int:
 
 
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
-    """Returns the sum of the gradients of copies on one rank."""
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)

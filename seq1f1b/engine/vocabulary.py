@@ -281,9 +281,7 @@ class VocabularyParallelHead(VocabularyShard):
         return gradient.to(logits.dtype).view_as(logits)
 
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows of targets in this shard (any row for foreign targets), and which targets count and lie
-        here.
-        """
+        """Returns the targets' rows in this shard (any row for foreign ones), and whether each counts and lies here."""
         flat = target.reshape(-1)
         index = (flat - self.first_row).clamp(0, self.shard_sizes[self.rank] - 1)
         return index, self.holds(flat) & (flat != self.ignore_index)

@@ -55,7 +55,6 @@ class _ShardStep:
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
-    """Returns messages of all ranks, the received ones and the rank's own, in the order of ranks."""
     found = [] if received is None else [tensors for tensors, _ in received]
     found.insert(rank, mine)
     return found
@@ -206,9 +205,7 @@ class EmbeddingStep(_ShardStep, Source):
         read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
 
     def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
-        """E(m.s): embeds the tokens of this shard; returns their places among all tokens of the segment, and their
-        rows.
-        """
+        """E(m.s): embeds this shard's tokens; returns their places among the segment's tokens, and their rows."""
         places, own = self._shard.find(self._tokens[cell], int(self._counts[cell][0]))
         rows = self._module(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
@@ -248,9 +245,7 @@ class ToHead(ToStage):
         self._keeps_outputs = step.arguments.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """Returns, in F, the message to every shard: the output, the targets, the gradient of a token's loss, and
-        further arguments of a loss of tokens, empty if left out.
-        """
+        """Returns, in F, the message to every shard: output, targets, gradient of a token's loss, further arguments."""
         if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
         outputs = super().take(unit, output)

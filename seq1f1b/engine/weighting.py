@@ -52,9 +52,7 @@ class Weighting:
         self.weights: list[float] | None = None
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
-        """Returns gradients of an auxiliary loss of a unit's segment, and of a loss of its micro-batch's whole
-        sequence.
-        """
+        """Returns the gradients of an auxiliary loss of a unit's segment, and of its micro-batch's whole sequence."""
         options, row = self.options, self.rows[unit.microbatch]
         weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
         if options.loss.reduction == "sum":
@@ -63,7 +61,6 @@ class Weighting:
 
     @property
     def _mean_scale(self) -> float:
-        """The seed of a micro-batch's loss, where all weigh alike."""
         return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
 
     def weigh(self, last: Any) -> None:
@@ -110,9 +107,7 @@ class Weighting:
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
-        """Returns the factor for gradients of sums, once the divisors of all segments are known. Collective over
-        replicas.
-        """
+        """Returns the factor for gradients of sums, once all segments' divisors are known. Collective over replicas."""
         if self.arguments.loss_weight is not None:
             return 1.0
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor

@@ -28,8 +28,7 @@ class Idle:
         stages: added if a unit takes the mean of its pass and stage, over segments and micro-batches.
         segments: added if a unit takes the mean of its pass, stage and segment, over micro-batches.
         microbatches: added if every unit takes its measured time, as in ``PipelineReport.simulated``. Differently
-            packed
-            documents, and a machine with other work, show here.
+            packed documents, and a machine with other work, show here.
         host: added if every unit comes later by the engine's own time, spread evenly over a rank's units, and a rank
             enters the step as late as measured. Python's work inside a unit is part of the unit. On a GPU the engine's
             own time is the time in which the host was late: all inputs of a unit were there, earlier work had ended,
@@ -105,9 +104,7 @@ class StepTimes:
         ]
 
     def delayed(self) -> list[list[float]]:
-        """Returns seconds of every unit with its share of the engine's time, and the first one with its rank's late
-        entry.
-        """
+        """Returns units' seconds with their share of the engine's time, each rank's first with its late entry."""
         tracks = []
         for seconds, own, late in zip(self.units, self.own, self.late, strict=True):
             track = [each + own / len(seconds) for each in seconds]
@@ -156,9 +153,7 @@ def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
 
 
 def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
-    """Returns a sentence: the step in which ranks share all work evenly and never wait, and the causes of a longer
-    step.
-    """
+    """Returns a sentence: the step if ranks shared all work evenly and never waited, and the causes of a longer one."""
     mean = mean_idle(ranks)
     parts = {
         "the order": mean.schedule,

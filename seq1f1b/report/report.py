@@ -382,7 +382,6 @@ def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Repor
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
-    """Joins the reports of all ranks into one."""
     starts = [r.timeline[0][1] for r in ranks if r.timeline]
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)
@@ -483,7 +482,6 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
 
 
 def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
-    """Returns a table of the bytes that units of one stage hold; other stages hold 0."""
     schedule = record.order.schedule
     held: list[Sequence[Any]] = []
     for index in range(schedule.num_stages):
@@ -493,9 +491,7 @@ def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence
 
 
 def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
-    """Returns the most bytes that the program lets units of one stage hold: of saved activations with a running head's,
-    and of output gradients.
-    """
+    """Returns the most bytes that the program lets a stage's units hold, of saved activations and output gradients."""
     memory = StepMemory(
         activations=_of_units(record, stage, measured.saved),
         kept_activations=_of_units(record, stage, measured.kept),

@@ -154,7 +154,6 @@ class Tuner:
         return setting if length >= setting.options.num_segments else self.first
 
     def _advance(self, measured: list[Figures]) -> None:
-        """Continues the search with a step's measurements, if the step was about as long as earlier steps."""
         length = measured[0][0]
         is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
         self._others = 0 if is_alike else self._others + 1
@@ -267,7 +266,6 @@ class Tuner:
             yield best
 
     def _probes(self, length: int) -> Iterator[Choice]:
-        """Yields orders whose units are measured: whole backwards and split ones, with two lengths of segments."""
         first = self.first.options.num_segments
         fewer = max(2, first) if length >= 2 * SHORTEST else 1
         families = ["seq1f1b", "seq-zb-h1"] if self._stages_per_rank == 1 else ["seq1f1b-interleaved"]
@@ -306,7 +304,6 @@ class Tuner:
         return [choice for _, choice in found[:TRIED]]
 
     def _named(self, length: int, units: MeasuredUnits, most: int) -> Iterator[Choice]:
-        """Orders of named families, of every number of segments."""
         most = max(1, min(length // SHORTEST, 4 * most))
         own = self.first.options.segment_sizes is not None
         names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * units.splits
@@ -320,7 +317,6 @@ class Tuner:
                         yield Choice(name, {}, k, True, balance)
 
     def _found(self, length: int, k: int, balance: float, units: MeasuredUnits) -> Iterator[Choice]:
-        """Orders of ``auto`` for the measured costs."""
         first, v = self.first, self._stages_per_rank
         if 3 * first.schedule.num_stages * first.schedule.num_microbatches * k > MOST_UNITS:
             return

@@ -48,14 +48,12 @@ class _LoopbackMemory:
         self.block = private_mapping(block_bytes)
 
     def arena(self, edge: Edge) -> object:
-        """Returns the memory of an edge; the first end to come makes it."""
         with self._lock:
             if edge not in self._arenas:
                 _, self._arenas[edge], _ = edge_memory(self._arena_bytes)
             return self._arenas[edge]
 
     def box(self, source: int, destination: int, epoch: int) -> queue.SimpleQueue[Tensor]:
-        """Returns the queue of tensors from one rank to another, in exchanges of this epoch."""
         with self._lock:
             found, box = self._boxes.get((source, destination), (None, None))
             if box is None or found != epoch:

@@ -238,9 +238,7 @@ class Meeting:
     # -- in the thread that talks to the store
 
     def _come(self) -> bool:
-        """Comes to the newest attempt of all ranks, at least the rank's next one. Returns whether the attempt has
-        changed.
-        """
+        """Comes to the newest attempt of all ranks, at least the rank's next one. Returns whether it has changed."""
         global _last_attempt
         least, there = self.attempt or _last_attempt + 1, self.store.get("attempt") or b""
         while int(there or b"0") < least:

@@ -62,9 +62,7 @@ atexit.register(_close_at_exit)
 
 
 def _forget_sockets_after_fork() -> None:
-    """Closes the sockets in a forked child (a data loader's worker), which would hide its parent's death from the
-    peers.
-    """
+    """Closes the sockets in a forked child (a data loader's worker), which would hide its parent's death."""
     for group in _open_groups:
         for connection in group._connections.values():
             connection.close()
@@ -149,9 +147,7 @@ class ProcessRank(RankGroup):
         return functools.partial(self._wait_for, work, rank)
 
     def _wait_for(self, work: Any, peer: int) -> None:
-        """Waits for a transfer of the process group, whose own wait ends only with the peer's connection or its
-        time-out.
-        """
+        """Waits for a transfer of the process group, whose own wait ends only with the connection or its time-out."""
         start = time.monotonic()
 
         def look() -> None:

@@ -192,7 +192,6 @@ class C10dRelay:
         self._beginner.put(settle)
 
     def _drop(self, counts: list[int]) -> None:
-        """Drops the first transfers of the list, which the other end has begun, too."""
         for part, count in enumerate(counts):
             self._before[part] += count
             del self._started[part][:count]

@@ -145,7 +145,6 @@ class StoreRank(ProcessRank):
                 self._closed.add(rank)
 
     def _find_the_lost(self) -> None:
-        """Finds ranks whose connection ended before they closed, and tells all."""
         ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
         for fd, _ in self._hang_ups.poll(0):
             self._hang_ups.unregister(fd)
@@ -224,13 +223,11 @@ class StoreRank(ProcessRank):
             self._ask(tell, 5.0, recovering=True)
 
     def _pass(self, failure: Failure) -> None:
-        """Tells the others that nobody can meet the rank in this step or an earlier one any more."""
         if self._passed.step < failure.step:
             self._passed = failure
             self._publish_progress()
 
     def _look_passed(self) -> Failure | None:
-        """Returns the failure of a rank that has passed this step; None if there is none."""
         found = (Failure(*unpack(value)[-1]) for value in self._read_progress().values())
         return next((failure for failure in found if failure.step >= self.step), None)
 
@@ -314,7 +311,6 @@ class StoreRank(ProcessRank):
         return found
 
     def _missing(self, keys: list[str], recovering: bool = False) -> list[int]:
-        """Returns the ranks that have not come to a round."""
         return self._ask(lambda: [i for i, key in enumerate(keys) if not self._store.has(key)], recovering=recovering)
 
     def _check_skips(self, keys: list[str]) -> None:

@@ -145,7 +145,6 @@ def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None =
 
 
 def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
-    """A timeline as the head of ``timeline.js`` says."""
     begin, end = extent(timeline)
     placed = [entry for track in timeline for entry in track]
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}
