@@ -1,11 +1,11 @@
-"""Documents of a step's rows: stages must tell them from each other, and attention is told where they lie.
+"""Documents of a step's rows: attention must keep them apart, and on GPUs must know where they lie.
 
-In a planned step whose rows hold several, ``causal_attention`` without ``doc_ids`` is refused where it writes its keys
-(``csrc/torch/segment_rows.c``), so in compiled code, too. State that is carried along a row is told of where the stage
-cannot know the documents at all.
+In a planned step with several documents in a row, ``causal_attention`` without ``doc_ids`` is refused at the write of
+its keys (``csrc/torch/segment_rows.c``), so in compiled code, too. If a stage carries state along a row but gets
+nothing by which to tell documents apart, the engine warns.
 
-On a GPU attention by torch's flash ops must know on the host where documents lie (``device/document_layout.py``), and a
-read waits for the device. So a step counts for all units at once, if attention on that device has asked before.
+On a GPU, attention by torch's flash ops needs the places of documents on the host (``device/document_layout.py``), and
+a read waits for the device. So after the first such request a step counts documents for all units in one read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _layout = above("documents")
 
 
 class AskingForDocuments(Part):
-    """Tells attention how many documents a row has, in steps whose plan has a row of several."""
+    """Tells attention how many documents a row has, in steps whose plan has a row of several documents."""
 
     needs = "has_documents"
 
@@ -51,7 +51,7 @@ class AskingForDocuments(Part):
             stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 
     def _is_told(self, unit: LiveUnit) -> bool:
-        """Whether anything that the stage is given, beside its tokens or hidden states, may tell documents apart."""
+        """Returns whether the stage gets any tensor, beside tokens or hidden states, that may tell documents apart."""
         given: list[Any] = [*self._step.kwargs_of(unit).values()]
         if self._step.stage.is_first and self._step.arguments.inputs is not None:
             given += self._step.arguments.inputs[unit.cell][1:]
@@ -59,10 +59,10 @@ class AskingForDocuments(Part):
 
 
 def count_documents(kwargs: Sequence[dict[str, Any]] | None, rows: Sequence[Sequence[int]], read: StepRead) -> None:
-    """Asks for the documents of a step's units in its one read, and tells attention once they are read.
+    """Requests the documents of a step's units in the step's one read, and tells attention the result.
 
     Args:
-        kwargs: by cell. Those named ``doc_ids`` are counted, if they are int32 as the op takes them.
+        kwargs: by cell. Arguments named ``doc_ids`` are counted if they are int32, the dtype of the op.
         rows: tokens of the segments of every micro-batch.
     """
     ends = [0, *accumulate(map(len, rows))] if kwargs and "doc_ids" in kwargs[0] else []
