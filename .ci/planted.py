@@ -87,7 +87,8 @@ def build(root: Path) -> bool:
 
 def finder(root: Path, tests: list[str], limit: float) -> str:
     """The first test that fails, or "" if none does, or none within ``limit`` seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=120"]
+    command += ["-m", "not full and not faults", *tests]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=root, env=environment, **pipes)
