@@ -24,7 +24,7 @@ from seq1f1b import _C
 from seq1f1b.device import kernel_library
 from seq1f1b.placement import compute_stream, free_bytes
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import DTYPES, TRANSPORTS, Edge
+from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
 from seq1f1b.transport.restart import QUEUES
 
 __all__: list[str] = []
@@ -193,7 +193,7 @@ class DeviceEdges:
         return free_bytes(self.device)
 
     def place_views(self) -> Callable[..., Any]:
-        return functools.partial(self.group.place_views, gpu=self.ordinal())
+        return functools.partial(place_views, gpu=self.ordinal())
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the function that the executor calls for every unit, from the one that runs it."""

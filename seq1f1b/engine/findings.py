@@ -105,6 +105,15 @@ def sample_of(value: Any, dim: int) -> Any:
     return tuple(given.shape), changes, elements.tolist()
 
 
+def samples_of(arguments: Any, rules: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """Some elements of what a rank is given for a step, by argument; ``rules`` are those of keyword arguments."""
+    kwargs = arguments.kwargs or {}
+    kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
+    given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+    given |= {"inputs": arguments.inputs, "target": arguments.target}
+    return {name: sample_of(value, dim) for name, value in given.items()}
+
+
 def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
     """Warns where ranks are given batches that do not belong together. Samples by rank and argument."""
     for name in dict.fromkeys(name for theirs in samples for name in theirs):

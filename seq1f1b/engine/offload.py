@@ -26,7 +26,8 @@ from seq1f1b.engine.measure import SavedBytes, storages_of
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.transport.group import OfOneProcess, holders
+from seq1f1b.transport.edges import holders
+from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
 

@@ -19,7 +19,7 @@ from seq1f1b.files import check_int, check_number, check_part, nearest_name
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
-from seq1f1b.transport.group import TRANSPORTS
+from seq1f1b.transport.edges import TRANSPORTS
 from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]

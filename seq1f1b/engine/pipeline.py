@@ -25,7 +25,9 @@ from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
-from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.transport.edges import Edge, leave_place
+from seq1f1b.transport.failure import has_been_told
+from seq1f1b.transport.group import OfOneProcess
 from seq1f1b.transport.values import sendable
 from seq1f1b.unit import ProgramEdge, edges_of
 

@@ -18,7 +18,7 @@ from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, r
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
-from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
@@ -35,6 +35,8 @@ from seq1f1b.engine.step import Step, StepRecord
 from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport.agreement import Disagreement
+from seq1f1b.transport.edges import place_views
+from seq1f1b.transport.failure import mark_as_told
 
 __all__: list[str] = []
 
@@ -174,7 +176,7 @@ class Runner:
                 group.end_step(failed=False)
             except BaseException as error:
                 told = self._end_failed_step(error, self._executor)
-                group.mark(told)
+                mark_as_told(told)
                 if told is error:
                     raise
                 raise told from error
@@ -283,26 +285,26 @@ class Runner:
         if arguments.rows is not None or self._has_had_rows or is_after_failure:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
-        samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        samples = self.pipeline.tied.meet(lambda: samples_of(arguments, self.options.arg_rules, self.options.seq_dim))
         if self.pipeline.tied.has_lists:
             self.pipeline.tied.check()
         if samples:
             look_at_batches(samples)
-        # With one segment the loss itself may shift them.
-        if samples and self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
-            look_at_targets(samples)
+            # With one segment the loss itself may shift them.
+            if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
+                look_at_targets(samples)
         return number
 
     def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
         """Returns the seconds that all units took."""
         pipeline = self.pipeline
-        run, place_views = step.run, pipeline.group.place_views
+        run, views = step.run, place_views
         on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
         if pipeline.device.type == "cuda":
             run = in_ranges(run, order.texts)
         if pipeline.device_edges is not None:
             pipeline.device_edges.begin_step()
-            run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
+            run, views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
             _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
             run = through_host(run, pipeline.device, pipeline.gpu)
@@ -322,11 +324,10 @@ class Runner:
                 run,
                 step.fill,
                 lambda length: array("q", step.learn(length)),
-                place_views,
+                views,
                 *(array("q", values) for values in step.batch.siblings),
             )
-            seconds = time.perf_counter() - start
-        return seconds
+            return time.perf_counter() - start
 
     def _divide(self, step: Step) -> float:
         """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
@@ -367,14 +368,6 @@ class Runner:
         """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
         self._check_clock()
         return above("report")(self, gather)
-
-    def _samples(self, arguments: StepArguments) -> dict[str, Any]:
-        """Some of what this rank is given, by argument."""
-        kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
-        kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
-        given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
-        given |= {"inputs": arguments.inputs, "target": arguments.target}
-        return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
 
     def _step_gradients(self, divisor: int) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""

@@ -213,8 +213,6 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = unit.start(gradients, self._auxiliary_seeds)
         enter(unit)
-        if unit.tape is not None:
-            unit.tape.is_open = True
         if unit.away is not None:
             unit.away.back()
         if roots and self._parallel is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ IGNORED = -100  # torch's ignore_index
 class Weighting:
     """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
 
+    A segment's loss enters its micro-batch's by its share, and a micro-batch's loss enters what gradients are of by the
+    micro-batch's weight: the backward of a segment starts with the product of both.
+
     Attributes:
         shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
         counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
-        seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
+        weights: of micro-batches; all alike until :meth:`weigh`, or another rank, has found them by targets.
+        seeds: by cell, where backwards start, float64 on the device; of losses that come without a divisor.
         sum_seed: of losses that come with one; :meth:`factor` does the rest.
-        count: counts those of any part of a sequence; None: losses are added as they are.
-        scale: by cell, the shares on the device, float64.
-        weights: of micro-batches, once they are known; None: all weigh alike.
+        count: counts the targets of any part of a sequence; None: losses are added as they are.
+        scale: the shares on the device, float64.
     """
 
     scale: Tensor
@@ -49,23 +52,18 @@ class Weighting:
         self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares, self.counts = list[float](), list[float]()
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
-        self.weights: list[float] | None = None
+        alike = batch.arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
+        self.weights = [alike] * len(self.rows)
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
         """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
-        options, row = self.options, self.rows[unit.microbatch]
-        weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
-        if options.loss.reduction == "sum":
-            return (weight * options.sequence_parallel[1],) * 2
+        weight, row = self.weights[unit.microbatch], self.rows[unit.microbatch]
+        if self.options.loss.reduction == "sum":
+            return (weight * self.options.sequence_parallel[1],) * 2
         return weight * row[unit.segment] / sum(row), weight
 
-    @property
-    def _mean_scale(self) -> float:
-        """The seed of a micro-batch's loss, where all weigh alike."""
-        return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
-
     def weigh(self, last: Any) -> None:
-        """Finds the shares of this rank's segments, and the seeds of their backwards.
+        """Finds the shares of this rank's segments, the weights of micro-batches, and the seeds of backwards.
 
         If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
         the parts is to be the loss.
@@ -76,34 +74,32 @@ class Weighting:
         options, arguments = self.options, self.arguments
         rank, num_parts = options.sequence_parallel
         if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
-            every = [[1.0] * len(row) for row in self.rows]
+            totals = [1.0] * len(self.rows)
             self.counts = [1.0] * sum(map(len, self.rows))
             self.shares = [float(num_parts)] * len(self.counts)
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
             every = count_targets(self.batch.target, pieces, options.seq_dim, options.count, self.batch.read)
-            self._totals = [sum(row) for row in every]
-            for row, own in zip(every, self._totals, strict=True):
+            totals = self._totals = [sum(row) for row in every]
+            for row, own in zip(every, totals, strict=True):
                 self.counts += row[rank::num_parts]
                 self.shares += [num_parts * (count / own if own else 0.0) for count in row[rank::num_parts]]
         divisor, total, scale = last.gradient_divisor, arguments.loss_weight, arguments.gradient_scale
         self.sum_seed = scale
         if total is not None:
-            scale *= num_parts if divisor is None else divisor
-            self.sum_seed = scale / total
+            scale *= 1.0 if divisor is None else divisor / num_parts
+            self.sum_seed = scale * num_parts / total
         elif self.batch.by_targets:
-            total, scale = sum(map(sum, every)), scale * num_parts
+            total = sum(totals)
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
                 # Every part counts all parts' targets, and so do the replicas of each.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             total = total or 1.0
-        if total is None:
-            seeds = [share * self._mean_scale for share in self.shares]
-        else:
-            seeds = [scale * count / total for count in self.counts]
-            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in every]
-            self.weights = [scale * number / total / num_parts for number in numbers]
+        if total is not None:
+            self.weights = [scale * own / total for own in totals]
+        by_cell = chain.from_iterable([weight] * len(row) for weight, row in zip(self.weights, self.rows, strict=True))
+        seeds = [share * weight for share, weight in zip(self.shares, by_cell, strict=True)]
         on_host = torch.tensor([seeds, self.shares], dtype=torch.float64, device="cpu")
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 

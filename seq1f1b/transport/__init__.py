@@ -4,7 +4,8 @@ Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/
 """
 
 from seq1f1b.transport.bootstrap import connect, meeting_of, resolve_group
-from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
+from seq1f1b.transport.edges import ARENA_BYTES, DTYPES
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.restart import init_process_group
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import address_space
-from seq1f1b.transport.group import ARENA_BYTES, RankGroup
+from seq1f1b.transport.edges import ARENA_BYTES
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.handshake import Handshake, share_on_host
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.meeting import Meeting

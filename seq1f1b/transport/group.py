@@ -1,4 +1,4 @@
-"""One rank's membership in a pipeline, whatever lies behind its edges, and the memory that edges are made of."""
+"""One rank's membership in a pipeline, whatever lies behind its edges."""
 
 from __future__ import annotations
 
@@ -7,132 +7,18 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.values import pack, sendable, unpack
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.failure import Failure, error_of, mark_as_told
+from seq1f1b.transport.values import pack, unpack
 
-ARENA_BYTES = _C.ARENA_BYTES
-"""Address space of one edge; memory appears as it is touched."""
-
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
-"""The position of a type is its code in C."""
-
-
-class Transport(NamedTuple):
-    over: tuple[str, ...]  # what may carry the edge, or its headers if payloads stay on GPUs, by ``transport_to``
-    between_gpus: bool = False
-
-
-TRANSPORTS = {
-    "auto": Transport(("loopback", "shm", "c10d")),  # the first of these that can be
-    "shm": Transport(("loopback", "shm")),
-    "c10d": Transport(("loopback", "c10d")),
-    "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
-    "copy": Transport(("loopback", "shm"), between_gpus=True),  # GPUs of one host
-}
-
-_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
-    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
-
-    Args:
-        gpu: on which the memory is; -1: host memory.
-    """
-    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """Tensors and others that hold the storage, without the object given."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1
-
-
-def leave_place(views: Sequence[Tensor | None]) -> bool:
-    """Tensors over a place that will hold the next message get a copy, where somebody holds them beside the place.
-
-    Such are what a hook has kept, and a state that is a view of what the stage received. The copy takes the place of
-    their memory, so they, their views and graphs that saved them stay valid.
-
-    Args:
-        views: those that the place keeps of its message; None for a gradient that is none.
-    Returns:
-        Whether any has been copied: then the views are not over the place any more.
-    """
-    found = False
-    for view in views:
-        if view is None or not (storage := view.untyped_storage()).nbytes():
-            continue
-        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
-            continue
-        found = True
-        if _SWAPS:
-            copy = storage.clone()  # type: ignore[no-untyped-call] # torch's has no types
-            storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
-        elif storage.device.type == "cpu":  # torch before 2.12: each copy has a file descriptor
-            storage.share_memory_()
-        else:
-            raise RuntimeError(
-                "the stage, or a hook, keeps a tensor that came from another stage, and the next message would "
-                "overwrite it: keep a clone, or use torch 2.12 or later"
-            )
-    return found
-
-
-@sendable
-class Edge(NamedTuple):
-    """A directed edge between two stages; there may be one of each channel (``csrc/core/unit.h``)."""
-
-    source: int
-    destination: int
-    channel: int = 0
-
-
-def error_of(rank: int, text: str) -> _C.PipelineError:
-    """An error for which a rank is to blame."""
-    error = _C.PipelineError(text)
-    error.rank = rank
-    return error
-
-
-class Failure(NamedTuple):
-    """Why a step ended, or would not begin.
-
-    Attributes:
-        rank: that is to blame; -1: nobody knows.
-        unit, edge: "" where unknown.
-        step: the first that it ends.
-    """
-
-    rank: int
-    text: str
-    unit: str
-    edge: str
-    step: int
-
-    def error(self) -> _C.PipelineError:
-        found = error_of(self.rank, f"rank {self.rank} ended the step: {self.text}")
-        found.unit, found.edge = self.unit or None, self.edge or None
-        return found
-
-
-_TOLD = "_seq1f1b_told"  # an error that came out of a call of the engine, which the other ranks hear of by that call
-
-
-def has_been_told(error: BaseException | None) -> bool:
-    """Whether an error came out of a call of the engine, or was raised while such a one was handled."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if hasattr(error, _TOLD):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
+__all__: list[str] = []
 
 
 class OfOneProcess:
@@ -330,7 +216,7 @@ class RankGroup(OfOneProcess, ABC):
                 self._own_text = ""
             self._acknowledged = True
             self._tell()
-            self.mark(error)
+            mark_as_told(error)
             raise
 
     @contextmanager
@@ -349,7 +235,7 @@ class RankGroup(OfOneProcess, ABC):
             if not isinstance(error, _C.PipelineError):
                 self.fail(f"{type(error).__name__}: {error}")
             self.fail_step(last)
-            self.mark(error)
+            mark_as_told(error)
             raise
         finally:
             self._is_several = False
@@ -361,12 +247,6 @@ class RankGroup(OfOneProcess, ABC):
         """Leaves a step by an error, in which this rank may be, or which it may not have come to."""
         self.step = step
         self.end_step(failed=True)
-
-    @staticmethod
-    def mark(error: BaseException) -> None:
-        """Notes that the other ranks hear of an error: see :func:`has_been_told`."""
-        with suppress(Exception):  # a type of error that takes no attributes
-            setattr(error, _TOLD, True)
 
     def _recover(self) -> None:
         """All ranks have left the failed step once they meet here; nobody begins a new one before it is forgotten.
@@ -492,23 +372,6 @@ class RankGroup(OfOneProcess, ABC):
     @abstractmethod
     def transport_to(self, peer_rank: int) -> str:
         """Name of what carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
-
-    @staticmethod
-    def place_views(
-        end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
-    ) -> tuple[list[Tensor | None], list[bool]]:
-        """Tensors over a message that has come, and which of them require grad; None for a gradient that is none.
-
-        Args:
-            payload: address of the message's payload.
-            tensors: (dtype code, flags, sizes, offset in the payload) of each.
-            gpu: on which the payload is; -1: host memory.
-        """
-        views = [
-            None if flags & _C.TENSOR_NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
-            for dtype, flags, sizes, offset in tensors
-        ]
-        return views, [bool(flags & _C.TENSOR_REQUIRES_GRAD) for _, flags, _, _ in tensors]
 
     def leave(self) -> None:
         """Closes the group of an engine that was dropped without ``close``, soon."""

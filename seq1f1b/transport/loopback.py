@@ -11,7 +11,8 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, private_mapping
-from seq1f1b.transport.group import ARENA_BYTES, Edge, OfOneProcess, RankGroup
+from seq1f1b.transport.edges import ARENA_BYTES, Edge
+from seq1f1b.transport.group import OfOneProcess, RankGroup
 
 
 class LoopbackGroup(OfOneProcess):

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import uninterrupted
-from seq1f1b.transport.group import error_of
+from seq1f1b.transport.failure import error_of
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 

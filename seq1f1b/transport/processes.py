@@ -20,7 +20,8 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, mapping, receive
-from seq1f1b.transport.group import Edge, RankGroup
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()

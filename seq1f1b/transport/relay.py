@@ -14,7 +14,8 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory
-from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
+from seq1f1b.transport.edges import DTYPES, place_tensor
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _UINT8 = DTYPES.index(torch.uint8)

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
-from seq1f1b.transport.group import Edge, Failure
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.failure import Failure
 from seq1f1b.transport.meeting import Meeting, poll
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
