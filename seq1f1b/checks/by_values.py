@@ -172,7 +172,7 @@ _OUTPUT: Event = (0, 0, "stage", 0)
 
 @contextmanager
 def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Iterator[None]:
-    """Within, copies what modules are given and return in a unit, in order. Large tensors are left out.
+    """Copies the arguments and results of modules in a unit, in order. Large tensors are left out.
 
     Hooks would be seen by ranks that are threads and share a module.
     """
@@ -380,7 +380,7 @@ def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator
 
 
 def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """By token, the error of the row in which it is the smallest."""
+    """The error of each token, in the row where this error is the smallest."""
     row = next((i for i, size in enumerate(one.shape) if i != dim and size == _ROWS), None)
     a, b = (_by_token(t, row, dim) for t in (one, other))
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, b - a).norm(dim=2).nan_to_num(math.inf)

@@ -172,7 +172,7 @@ class WholeModel:
         return differences + list(islice(unlike, 1))
 
     def _everyones_forwards(self, run: Pass) -> dict[str, list[Forward]]:
-        """By name, those of all stages that have such a module: its kind, or what stands for it."""
+        """The results of all stages that have a module of each name, be it the module or its stand-in."""
         found: dict[str, list[Forward]] = {}
         for theirs in self._group.all_gather_object(run.forwards):
             for name, forward in theirs.items():
@@ -263,7 +263,7 @@ class _Model:
         return copies * sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
 
     def fits_wide(self) -> bool:
-        """Beside the model's copy and gradients, gradients of three runs stay on the ranks."""
+        """Whether a copy in float64 fits, with its gradients and those of three runs that stay on the ranks."""
         return self._bytes(5, 8) < free_bytes(self._device)
 
     def choose(self, changed: set[str]) -> list[list[str]]:

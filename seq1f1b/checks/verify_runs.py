@@ -160,7 +160,7 @@ class Session:
 
 @contextmanager
 def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
-    """Within, notes what modules return."""
+    """Notes the results of all modules in the block."""
 
     def note(name: str, place: str, module: nn.Module, output: Any) -> None:
         tensors = [] if is_abstract() else _tensors(output)
