@@ -78,8 +78,7 @@ def causal_attention(
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
     In a tree of segments "earlier" means along the segment's path; siblings in one unit see the path and their own
     tokens, and take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA, cuDNN,
-    torch's flash or memory-efficient attention, this package's kernels or matrix products compute it, as tensors and
-    options allow.
+    torch's flash attention, this package's kernels or matrix products compute it, as tensors and options allow.
 
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but

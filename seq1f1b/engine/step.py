@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
-from seq1f1b.engine.documents import count_documents
+from seq1f1b.engine.documents import read_documents
 from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
 from seq1f1b.engine.loss import ToLoss
 from seq1f1b.engine.options import Options
@@ -138,7 +138,7 @@ class Step:
         if self._head is not None and batch.targets is not None:
             self._head.check(batch.target, batch.read)
         if batch.kwargs and "doc_ids" in batch.kwargs[0] and batch.arguments.trees is None:  # along chains
-            count_documents(batch.kwargs, batch.rows, batch.read)
+            read_documents(batch.kwargs, batch.rows)
         weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
             self._parts[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
