@@ -150,11 +150,6 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     return numbers(name, code, found)
 
 
-def _is_zero(table: Any) -> bool:
-    """Whether a table is None, or the number 0."""
-    return table is None or (table.__class__ in (int, float) and table == 0)
-
-
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Returns the seconds of every pass, [pass][stage][column], with defaults for None."""
     seconds, given = array("d"), 0
@@ -162,7 +157,8 @@ def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # what is no attribute costs nothing
         given |= (table is not None) << number
-        seconds += array("d", bytes(8 * cells)) if _is_zero(table) else flat(order, name, _C.PER_CELL, table)
+        is_nothing = table is None or (table.__class__ in (int, float) and table == 0)
+        seconds += array("d", bytes(8 * cells)) if is_nothing else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
     return seconds
 
@@ -183,7 +179,8 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tupl
     tables: list[array[int] | None] = []
     for row in HOLDINGS:
         given = getattr(memory, row.name)
-        tables.append(None if _is_zero(given) else flat(order, row.name, row.per, given, "q"))
+        is_nothing = given is None or (given.__class__ is int and given == 0)
+        tables.append(None if is_nothing else flat(order, row.name, row.per, given, "q"))
     whole, kept = tables[:2]  # in C the first is without the second, which W reads
     if memory.kept_activations is None:
         tables[:2] = None, whole
@@ -196,7 +193,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tupl
     messages: tuple[array[int] | None, ...] = (None, None)
     if links is not None:
         messages = tuple(
-            None if _is_zero(given := getattr(links, name)) else flat(order, name, _C.PER_SEGMENT, given, "q")
-            for name in ("message_bytes", "statistics_bytes")
+            None if given.__class__ is int and given == 0 else flat(order, name, _C.PER_SEGMENT, given, "q")
+            for name, given in (("message_bytes", links.message_bytes), ("statistics_bytes", links.statistics_bytes))
         )
     return *(table if table is not None and any(table) else None for table in tables), *messages

@@ -235,10 +235,6 @@ class ByParts:
         keys, gradients = zip(*sizes, strict=True)
         return sum(keys), sum(gradients)
 
-    def parameters(self, stage: int) -> float:
-        """Parameters that one device of those that share the stage holds."""
-        return self.stage_parameters[stage]
-
     @cached_property
     def stage_parameters(self) -> list[float]:
         """Parameters that one device of each stage holds, by stage."""

@@ -308,7 +308,7 @@ class Price:
         if not hw.tier_bandwidth:
             raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
         rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
-        return {name: self._table(rate * unit.saved for unit in self._held) for name, rate in rates.items()}
+        return {name: rate * self._held.saved for name, rate in rates.items()}
 
     @cached_property
     def message_bytes(self) -> Any:
@@ -339,25 +339,27 @@ class Price:
     # -- bytes of units
 
     @cached_property
-    def _held(self) -> list[UnitBytes]:
-        """Bytes of all units, arrays, by kind of stage."""
-        parts, held = self.cost.parts, self.cost.parts.held(self._span.tokens)
-        for kind, unit in zip(parts.stages, held, strict=True) if self.cost.layout.copies_prefix else ():
-            unit.saved[..., -1] += whole_bytes(
-                parts.cached(kind.counts, self.cost.seq_len)[0]
-            )  # the last copy: of all keys
+    def _held(self) -> UnitBytes:
+        """Bytes of all units, tables."""
+        held = UnitBytes(*map(self._table, zip(*self.cost.parts.held(self._span.tokens), strict=True)))
+        if self.cost.layout.copies_prefix:
+            held.saved[:, -1] += whole_bytes(self._cached(self.cost.seq_len)[0])  # the last copy: of all keys
         return held
+
+    def _cached(self, tokens: Any) -> tuple[Any, Any]:
+        """Keys and values of so many tokens on each stage, and their gradients; tokens may be those of all units."""
+        parts = self.cost.parts
+        keys, gradients = zip(*(parts.cached(kind.counts, tokens) for kind in parts.stages), strict=True)
+        return self._table(keys), self._table(gradients)
 
     def held_bytes(self) -> Any:
         """Most that a unit holds before or after I, a table; the first segment's also its micro-batch's cache, which
         goes when it is through. For orders made for a cap in bytes."""
-        parts, found = self.cost.parts, []
         first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
-        for kind, (saved, kept, added) in zip(parts.stages, self._held, strict=True):
-            most = np.maximum(saved, kept + added)
-            most[first] += whole_bytes(parts.cached(kind.counts, self._slot_tokens)[0])
-            found.append(most)
-        return self._table(found)
+        saved, kept, added = self._held
+        most = np.maximum(saved, kept + added)
+        most[:, first] += whole_bytes(self._cached(self._slot_tokens)[0])[:, None]
+        return most
 
     def least_bytes(self) -> float:
         """A bound that no order can go below: weights and one micro-batch, of a tree its longest path, in the mean over
@@ -365,7 +367,7 @@ class Price:
         cost, hw = self.cost, self.cost.hardware
         static = _state_bytes(cost) * sum(cost.parts.stage_parameters)
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        of_segments = sum(self._held[kind].saved[begin:end] for kind in cost.parts.kinds).tolist()
+        of_segments = self._held.saved[:, begin:end].sum(0).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
         for parent, saved in zip(parents, of_segments, strict=True):
             paths.append(saved + (paths[parent] if parent >= 0 else 0))
@@ -377,21 +379,17 @@ class Price:
         with units; else all of it is held all through the step, and is not counted here."""
         cost, parts, layout = self.cost, self.cost.parts, self.cost.layout
         names = ("activations", "kept_activations", "output_gradients")
-        found: dict[str, Any] = {
-            name: self._table(each) for name, each in zip(names, zip(*self._held, strict=True), strict=True)
-        }
+        found: dict[str, Any] = dict(zip(names, self._held, strict=True))
         if work := parts.work(self._span.tokens):
             forward, backward = map(self._table, zip(*work, strict=True))
             found |= {"forward_work": forward, "backward_work": backward}
         if parts.spreads and self._is_alike:
             found["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
         if self._releases:
-            rows = [parts.cached(kind.counts, self._span.tokens) for kind in parts.stages]
-            found["kv_rows"] = self._table(whole_bytes(keys) for keys, _ in rows)
-            found["kv_gradient_rows"] = self._table(whole_bytes(gradients + 0 * keys) for keys, gradients in rows)
+            found["kv_rows"], found["kv_gradient_rows"] = map(whole_bytes, self._cached(self._span.tokens))
         elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
-            copies = [2 * layout.copies_prefix * parts.cached(kind.counts, cost.seq_len)[0] for kind in parts.stages]
-            found["kv_gradients"] = [math.ceil(copies[kind]) for kind in parts.kinds]
+            copies = 2 * layout.copies_prefix * self._cached(cost.seq_len)[0]
+            found["kv_gradients"] = whole_bytes(copies).tolist()
         return found
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
@@ -408,14 +406,13 @@ class Price:
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        slots = [parts.cached(kind.counts, self._slot_tokens) for kind in parts.stages]
+        kv, gradients = self._cached(self._slot_tokens)
         if cost.layout.copies_prefix:  # the last copy and its gradient
-            slots = [(0.0, 2 * keys) for keys, _ in slots]
-        kv, gradients = ([math.ceil(slots[kind][i]) for kind in parts.kinds] for i in range(2))
+            kv, gradients = 0.0 * kv, 2 * kv
         return replace(
             self.memory(rank_of_stage),
-            kv=kv,
-            kv_gradients=gradients,
+            kv=whole_bytes(kv).tolist(),
+            kv_gradients=whole_bytes(gradients).tolist(),
             kv_rows=0,
             kv_gradient_rows=0,
             forward_work=0,
@@ -501,10 +498,10 @@ class Price:
 
         alone = [peaks(activations * (np.array(self.sizes) == length)) for length in lengths]
         sums = map(sum, zip(*alone, strict=True))
-        parts, copies = self.cost.parts, 0.0
+        copies = 0.0
         if self.cost.layout.copies_prefix:
             prefixes = list(itertools.accumulate(self.sizes))[1:-1]
-            copies = max(parts.cached(kind.counts, sum(prefixes))[0] for kind in parts.stages)
+            copies = self._cached(sum(prefixes))[0].max()
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 

@@ -56,7 +56,7 @@ def test_parameters_and_windows_are_those_of_every_layer(name):
     assert [size_of(layer) for layer in layers] == [cost.parts.layer_parameters[place] for place in places]
     beside = size_of(model) - sum(map(size_of, layers)) - config.hidden_size  # the last norm
     assert beside == (2 - cost.model.tied) * config.hidden_size * config.vocab_size
-    assert cost.parts.parameters(0) == size_of(model) - config.hidden_size
+    assert cost.parts.stage_parameters[0] == size_of(model) - config.hidden_size
     for layer, place in zip(layers, places, strict=True):
         attentions = attentions_of(layer)
         assert bool(attentions) == bool(kinds[place].heads)

@@ -196,7 +196,7 @@ def _other_request(number: int) -> Callable[[], Any]:
     options: dict[str, Any] = {"schedule": schedule}
     if draw.of(True, False):
         state = machine.element_bytes + machine.gradient_bytes + machine.optimizer_bytes / layout.data
-        least = max(sum(map(cost.parts.parameters, range(rank, ranks * v, ranks))) for rank in range(ranks)) * state
+        least = max(sum(cost.parts.stage_parameters[rank::ranks]) for rank in range(ranks)) * state
         options["memory"] = 1.05 * least + machine.context_bytes + draw.of(2e4, 2e5, 2e6) * longest
         options["remedies"] = draw.of(("recompute",), ("recompute", "offload"))
         if not machine.tier_bandwidth:
@@ -229,7 +229,7 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         "links": cost.links(placement),
         "send": cost.send_seconds(placement),
         "optimizer": cost.optimizer_seconds(),
-        "parameters": [cost.parts.parameters(stage) for stage in range(cost.num_stages)],
+        "parameters": [cost.parts.stage_parameters[stage] for stage in range(cost.num_stages)],
         "layers": cost.balanced_layers(),
     }
     told["ranks"] = [[asdict(rank) for rank in price.rank_bytes(order)] for order in orders]

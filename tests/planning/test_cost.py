@@ -194,10 +194,11 @@ def test_layers_go_to_stages_by_their_cost(shape, machine, cuts):
 )
 def test_parameters_are_the_published_ones(name, published):
     shape = load_model(name)
-    assert CostModel(shape, ideal(), num_ranks=1, seq_len=8).parts.parameters(0) == pytest.approx(published, rel=1e-5)
+    whole = CostModel(shape, ideal(), num_ranks=1, seq_len=8)
+    assert whole.parts.stage_parameters == [pytest.approx(published, rel=1e-5)]
     split = CostModel(shape, ideal(), num_ranks=4, seq_len=8)
     twice = shape.hidden * shape.vocab if shape.tied else 0
-    assert sum(map(split.parts.parameters, range(4))) == pytest.approx(published + twice, rel=1e-5)
+    assert sum(split.parts.stage_parameters) == pytest.approx(published + twice, rel=1e-5)
 
 
 def test_degrees_shard_work_and_bytes():
@@ -336,7 +337,7 @@ def test_a_kind_that_says_nothing_changes_nothing():
         cost = CostModel(shape, machine, num_ranks=3, seq_len=96, layout=layout)
         price, order = cost.price(cost.split(4)), [0, 1, 2]
         flops = [shape.flops(17, 90), *partition_sequence(5000, 4, model=shape, documents=[5000, 3000, 2000])]
-        parameters = [cost.parts.parameters(stage) for stage in order]
+        parameters = [cost.parts.stage_parameters[stage] for stage in order]
         seconds = [x for table in price.seconds for row in table for x in row]
         memory = [np.array(each).tolist() for each in vars(price.step_memory(order)).values()]
         found.append((seconds, price.sizes, memory, price.held_bytes().tolist(), flops, parameters))
