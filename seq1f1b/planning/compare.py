@@ -324,7 +324,7 @@ class _Work(SimpleNamespace):
             peak_tokens=None if sizes is None else max(schedule.peak_tokens(sizes)),
             peak_bytes=peak_bytes,
             messages=crossings * k,
-            sent_bytes=None if messages is None else crossings * sum(messages),
+            sent_bytes=None if messages is None else crossings * int(sum(messages)),
         )
 
     def _price(self, v: int, k: int) -> Price:

@@ -323,7 +323,7 @@ class Tuner:
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
         seconds = seconds_of(units, arrays_of(spans_of(sizes)))
-        tables = [seconds.forward, seconds.input, seconds.weight]
+        tables = [table.tolist() for table in (seconds.forward, seconds.input, seconds.weight)]
         for backward in ("whole", "split") if units.splits else ("whole",):
             for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
                 yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
