@@ -282,7 +282,7 @@ def simulated(
 def kinds_that_fit(
     schedule: Schedule, memory: StepMemory, room: Any, by: Sequence[str], costs: Costs, tier_room: Any
 ) -> bytes:
-    """What becomes of each unit, a byte for each cell; arguments and errors are those of
+    """Returns a byte for each cell: 0 its unit is kept, 1 recomputed, 2 moved. Arguments and errors are those of
     :meth:`seq1f1b.Schedule.fit`."""
     if not by or not set(by) <= {"recompute", "offload"}:
         raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
