@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -618,3 +619,10 @@ def batch() -> tuple[Tensor, Tensor]:
     target = seq1f1b.shift_labels(tokens)
     target[:, 3:9] = -100
     return tokens, target
+
+
+def told_by(step: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(warning.message) for warning in caught if warning.category is seq1f1b.SegmentWarning]
