@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from mixers import HIDDEN, Mixer, Net, attention, pooling, told_by, torchs_attention
 from mixers import batch as mixers_batch
 from processes import run_processes
-from slices import each_value, full_only
+from slices import each_value
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,24 +76,6 @@ def test_a_right_model_over_ranks_and_orders(P, schedule, per_rank, dtype):
     assert results[0].ok, str(results[0])
     assert len(results[0].parameters) == len(list(model.parameters()))
     assert max(results[0].exact.values()) < 1e-12
-
-
-def in_process(rank: int, world: int, transport: str) -> None:
-    tokens, target = batch(CONFIG, M, LENGTH)
-    stage = stage_of(whole_model(CONFIG, torch.float32), CONFIG, rank, world)
-    engine = engine_for(None, [stage], transport=transport)
-    assert engine.verify(tokens, target=target, show=False).ok
-    assert len(engine.step(tokens, target=target)) == M * (rank == world - 1)
-    if rank == 1:  # one stage alone is wrong, and all ranks are told where
-        stage.blocks["2"].attend = lambda x: x.mean(1, keepdim=True).expand_as(x)
-    result = engine.verify(tokens, target=target, show=False)
-    assert not result.ok and result.causes[0].startswith("later tokens"), str(result)
-    engine.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", *full_only(("c10d",))])
-def test_processes(transport):
-    run_processes(2, in_process, transport)
 
 
 class Pair(nn.Module):
