@@ -44,9 +44,9 @@ def ulysses_attention(
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
         k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads. Heads of v may have another size.
         group: the ranks of the same stage. None: this rank holds all tokens, as in a model run whole.
-        layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads.
-            A rank's gradient of the sinks is 0 for heads of other ranks; the ranks' gradients add up, as gradients of
-            all parameters do.
+        layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads. A
+            rank's gradient of the sinks is 0 for heads of other ranks; the ranks' gradients add up, as gradients of all
+            parameters do.
         doc_ids: (batch, tokens), or ids of the whole segment, (batch, N * tokens), which saves a gather per call.
     Returns:
         (batch, heads, tokens, head_dim of v), this rank's tokens of all heads.

@@ -32,8 +32,7 @@ class Idle:
         host: added if every unit comes later by the engine's own time, spread evenly over a rank's units, and a rank
             enters the step as late as measured. Python's work inside a unit is part of the unit. On a GPU the engine's
             own time is the time in which the host was late: all inputs of a unit were there, earlier work had ended,
-                and
-            the host had not started the unit.
+            and the host had not started the unit.
         transfer: the rest of the measured idle time: messages on their way, their copies, occupied places, ranks that
             wake late from a wait, and waits for the tier (``Report.tier``).
 
