@@ -228,10 +228,8 @@ class PipelineEngine(OfOneProcess):
                 every rank. ``causal_attention`` of a row of several documents needs ``doc_ids``.
         Returns:
             M losses on the rank of the last stage, [] elsewhere. The losses have no graph: the step has run the
-            backward.
-            If ``loss_fn`` returns one value per token, (batch, tokens): these values for the M micro-batches, 0 in
-            segments
-            without counted targets; the loss is then the values' sum over the number of counted targets.
+            backward. If ``loss_fn`` returns one value per token, (batch, tokens): these values for the M micro-batches,
+            0 in segments without counted targets; the loss is then their sum over the number of counted targets.
         Raises:
             ValueError, TypeError: an argument breaks a rule; raised on the rank with the argument.
             PipelineError: another rank failed, was lost or made no progress.
