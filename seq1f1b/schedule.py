@@ -479,7 +479,7 @@ class Schedule:
         return memory_of(self, memory, costs.links)
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
-        """Most tokens that the live units of each rank have at once.
+        """Returns the most tokens that live units of each rank have at once.
 
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.

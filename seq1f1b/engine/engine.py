@@ -405,7 +405,7 @@ class PipelineEngine(OfOneProcess):
             return self._runner.report(self._group.all_gather_object)
 
     def found_order(self) -> TunedOrder:
-        """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
+        """Returns the order that a tuned engine has found, to be written to a file and given as ``schedule``.
 
         Raises:
             RuntimeError: the engine is not tuned, or not yet.

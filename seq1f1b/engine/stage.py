@@ -200,13 +200,13 @@ class StageStep:
         return output
 
     def kwargs_of(self, unit: LiveUnit) -> Mapping[str, Any]:
-        """The unit's keyword arguments."""
+        """Returns the unit's keyword arguments."""
         return {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, cell: int, received: Received) -> tuple[Tensor | None, ...] | None:
-        """B(m.s); or I(m.s), where W makes the gradients of weights. Returns what crosses to another stage."""
+        """B(m.s); or I(m.s) if W makes the gradients of weights. Returns the tensors that cross to another stage."""
         unit = self.units[cell]
         unit.forward = False
         self.has_auxiliary |= unit.auxiliary is not None

@@ -55,7 +55,7 @@ class Idle:
         return self.schedule + self.stages + self.segments + self.microbatches + self.host + self.transfer
 
     def shares(self, makespan: float) -> list[str]:
-        """The causes in percent of the step, in the order of :data:`CAUSES`."""
+        """Returns the causes in percent of the step, in the order of :data:`CAUSES`."""
         return [f"{round(seconds / makespan, 3) + 0.0:.1%}" for seconds in astuple(self)]  # + 0.0: no -0.0%
 
 
@@ -117,13 +117,13 @@ class StepTimes:
         return [pair for order, seconds in ranks for pair in zip(order, seconds, strict=True)]
 
     def totals(self, field: str) -> list[float]:
-        """Seconds of all units of each stage, segment or micro-batch."""
+        """Returns the seconds of all units of each stage, segment or micro-batch."""
         sums = {key: sum(seconds) for (key,), seconds in self.alike(field).items()}
         return [sums[index] for index in range(len(sums))]
 
 
 def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
-    """The idle time of every rank by cause; :class:`Idle` says how each is worked out."""
+    """Returns the idle time of every rank by cause, as :class:`Idle` describes."""
 
     def makespan(durations: list[list[float]]) -> float:
         return times.schedule.simulate(durations=durations).makespan
