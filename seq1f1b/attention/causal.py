@@ -169,8 +169,7 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
 
     Args:
         sequence_parallel: (rank, size) if several ranks each hold a part of the segment; the result is then the
-            position
-            of the rank's first token.
+            position of the rank's first token.
     """
     if sequence_parallel is None:
         return _C.token_offset()
@@ -194,8 +193,8 @@ def positions(
 
     Args:
         doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
-            Positions then count within documents, also if these began in an earlier segment, and the result is
-            (batch, tokens).
+            Positions then count within documents, also if these began in an earlier segment, and the result is (batch,
+            tokens).
         sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
     Raises:
         ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.

@@ -202,7 +202,7 @@ class ToLoss(Sink):
         return joined if is_of_tokens else sum(loss * (number / total) for loss, number in results if number)
 
     def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
-        """The sum of a segment without targets, from a loss that may be a mean: then the call leaves nothing."""
+        """Returns the sum of a segment without targets, from a loss that may be a mean: then undoes the call."""
         assert self._stage.loss_fn is not None
         state, carried = RandomState(self._stage.device), unit.carried_out and dict(unit.carried_out)
         auxiliary = unit.auxiliary and list(unit.auxiliary)

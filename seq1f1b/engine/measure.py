@@ -191,7 +191,7 @@ class Measuring(Part):
         self._peak_gradients = max(self._peak_gradients, pending)
 
     def note(self, more: int = 0) -> None:
-        """Units hold more than before."""
+        """Notes the peak after units have begun to hold more."""
         live = more
         for unit in self._step.units.values():
             live += unit.saved_bytes - (0 if unit.away is None else unit.away.away_bytes)

@@ -132,7 +132,7 @@ class WeightGradients(Part):
         return _has_hooks(weight) or self._held[id(weight)]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The weight in autocast's dtype, cast once per step as autocast does."""
+        """Returns the weight in autocast's dtype, cast once per step as autocast does."""
         key = weight.data_ptr(), weight._version, dtype
         known = self._casts.get(id(weight))
         if known is None or known[1] != key:

@@ -56,7 +56,7 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: 
 
 
 def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
-    """Tokens of every part of every segment, in the order of the sequence."""
+    """Returns the tokens of every part of every segment, in the order of the sequence."""
     return [size // part[1] for size in sizes for _ in range(part[1])]
 
 
@@ -93,7 +93,7 @@ def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], 
 
 
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
-    """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated. A list is M already."""
+    """Returns M micro-batches of a tensor, tuple or dict of tensors; repeats other values. A list is M already."""
 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         if tensor.dim() == 0:
@@ -116,7 +116,7 @@ def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
 
 
 def sequence_length(inputs: Any, dim: int) -> int:
-    """Tokens of the first tensor among the first micro-batch's positional arguments."""
+    """Returns the tokens of the first tensor among the first micro-batch's positional arguments."""
     first = inputs
     while isinstance(first, (tuple, list)) and first:
         first = first[0]

@@ -200,13 +200,13 @@ class StageStep:
         return output
 
     def kwargs_of(self, unit: LiveUnit) -> dict[str, Any]:
-        """The unit's keyword arguments."""
+        """Returns the unit's keyword arguments."""
         return {} if self.batch.kwargs is None else self.batch.kwargs[unit.cell]
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, cell: int, received: Received) -> tuple[Tensor | None, ...] | None:
-        """B(m.s); or I(m.s), where W makes the gradients of weights. Returns what crosses to another stage."""
+        """B(m.s); or I(m.s) if W makes the gradients of weights. Returns the tensors that cross to another stage."""
         unit = self.units[cell]
         unit.in_backward = True
         roots, seeds = unit.start(self._sink.gradients(unit, received))

@@ -129,7 +129,7 @@ class HeadStep(_ShardStep):
         return (found,)
 
     def loss(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
-        """T(m.s): the loss, on the rank of the last stage, and the gradients of this shard.
+        """T(m.s): makes the loss, on the rank of the last stage, and the gradients of this shard.
 
         Returns the shard's part of the hidden state's gradient.
         """

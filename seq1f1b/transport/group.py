@@ -67,7 +67,7 @@ class RankGroup(OfOneProcess, ABC):
     # -- limits, progress, failure
 
     def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
-        """Longest silence of a peer, and how long to spin before sleeping.
+        """Sets the longest silence of a peer, and the time to spin before sleeping.
 
         Args:
             spin_us: None: 20, or 0 where the ranks of this host have more threads than there are cores.
@@ -97,7 +97,7 @@ class RankGroup(OfOneProcess, ABC):
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
-        """PipelineError on every rank, unless a rank made progress within the time-out."""
+        """Raises PipelineError on every rank, unless a rank made progress within the time-out."""
         what, age, _ = _C.group_get_progress(self.group, rank)
         if not 0 <= age <= self.timeout_s:
             since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
@@ -292,7 +292,7 @@ class RankGroup(OfOneProcess, ABC):
             raise self._will_not_meet(Failure(*passed)) from error
 
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
-        """Everyone's bytes, of any length: the first round carries the lengths."""
+        """Returns the bytes of all ranks, of any length: the first round carries the lengths."""
         head = struct.calcsize("q")
         room = _C.GATHER_BYTES - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
