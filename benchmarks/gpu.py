@@ -174,7 +174,6 @@ def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> 
 
 ALONE = ("torch alone", "torch alone again")  # arms of a model: the first and the last that runs
 OWN, FLASH_OP = "own", "torch's flash op"
-SLOWEST = 0.85  # of torch's flash op in a shape, for a kernel of ours that is taken in its place
 
 
 def aligned(table: list[tuple[str, ...]]) -> list[str]:
@@ -222,19 +221,6 @@ def attention_table(cases: list[Record]) -> list[tuple[str, ...]]:
     return [("TFLOP/s in bfloat16", "", ""), *rows] if rows else []
 
 
-def timed_row(cases: list[Record]) -> str:
-    """The row of ``kernel_library.TIMED`` that makes our kernels the default on such a GPU: those faster than torch's
-    flash op on average over the shapes of a head size, in none much slower. "" where none was timed."""
-    faster, is_timed = set(), False
-    for (head_dim, which), shapes in attention_shapes(cases).items():
-        ratios = [rates[OWN] / rates[FLASH_OP] for rates in shapes if OWN in rates and rates[FLASH_OP]]
-        is_timed |= bool(ratios)
-        if len(ratios) == len(shapes) and min(ratios) >= SLOWEST and geometric_mean(ratios) > 1:
-            faster.add((f"attention_{which}", "bfloat16", int(head_dim)))
-    architecture = next((case["architecture"] for case in cases if "architecture" in case), "?")
-    return f"{architecture!r}: {faster or 'set()'}" if is_timed else ""
-
-
 def report(records: list[Record]) -> str:
     """The last result of each case, and tables of those that were timed."""
     latest = {(r["stage"], r["case"]): r for r in records if "case" in r}
@@ -246,8 +232,6 @@ def report(records: list[Record]) -> str:
         lines.append(f"{end['stage']}: {end['state']} in {end['seconds']} s {end.get('output', '')[-600:]}".rstrip())
     for table in (*training_tables(cases), attention_table(cases)):
         lines += ["", *aligned(table)] if table else []
-    if row := timed_row(cases):
-        lines += ["", f"the row of TIMED in seq1f1b/device/kernel_library.py: {row}"]
     return "\n".join(lines)
 
 

@@ -27,8 +27,6 @@ typedef struct {
     double scale;
     int64_t window;
     double softcap;
-    const float *slopes; /* NULL */
-    int64_t slopes_batch_stride;
     const int32_t *docs;
     int64_t docs_batch_stride;
 
@@ -42,14 +40,9 @@ typedef struct {
     int32_t store_kv_grads;
     void *own_dk, *own_dv;
     s1f_strides own_dkv_strides;
-} s1f_cuda_attention;
 
-typedef struct {
-    s1f_cuda_attention attention;
-    int32_t num_parts;     /* ranges of keys, summed in the order of their index; 0: chosen, from the shape alone */
-    int32_t deterministic; /* backward: dq too is bit-equal for equal inputs */
-    void *scratch;         /* of the device, 16-byte aligned; as many bytes as the operation's scratch_bytes says */
+    void *scratch; /* of the device, 16-byte aligned; as many bytes as the operation's scratch_bytes says */
     int64_t scratch_bytes;
-} s1f_cuda_attention_args;
+} s1f_cuda_attention;
 
 #endif

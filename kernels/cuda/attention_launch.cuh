@@ -3,9 +3,21 @@
 #define S1F_CUDA_ATTENTION_LAUNCH_CUH
 
 #include "attention_options.cuh"
+#include "kernel_table.h"
+
+/* X(element, dtype, head_dim) of all that the kernels of attention take. */
+#define S1F_ATTENTION_HEADS(X)                                                                                         \
+    X(bf16, S1F_BFLOAT16, 64)                                                                                          \
+    X(bf16, S1F_BFLOAT16, 128)                                                                                         \
+    X(fp16, S1F_FLOAT16, 64)                                                                                           \
+    X(fp16, S1F_FLOAT16, 128)
 
 namespace s1f
 {
+
+#define S1F_HEADS(element, dtype, head_dim) {dtype, head_dim},
+constexpr s1f_cuda_heads attention_heads[] = {S1F_ATTENTION_HEADS(S1F_HEADS)};
+#undef S1F_HEADS
 
 inline int64_t round_up(int64_t x, int64_t multiple)
 {
@@ -28,8 +40,8 @@ inline bool is_supported(const s1f_cuda_attention &a)
            a.heads % a.kv_heads == 0 && a.segment_len >= 1 && a.q_start >= 0 && a.q_start < limit &&
            a.segment_len < limit && a.q_start + a.segment_len < limit &&
            a.segment_len * (a.heads / a.kv_heads) < limit && a.scale > 0 && a.softcap >= 0 && a.window >= 0 &&
-           a.slopes == nullptr && fits_chunks(a.q, a.q_strides) && fits_chunks(a.k, a.kv_strides) &&
-           fits_chunks(a.v, a.kv_strides) && fits_chunks(a.out, a.out_strides);
+           fits_chunks(a.q, a.q_strides) && fits_chunks(a.k, a.kv_strides) && fits_chunks(a.v, a.kv_strides) &&
+           fits_chunks(a.out, a.out_strides);
 }
 
 /* The cudaError of arguments for which there is no kernel; without a device what CUDA says of that. */

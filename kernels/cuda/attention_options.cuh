@@ -110,14 +110,6 @@ template <int KEYS> struct seen_blocks {
         }
     }
 
-    /* One part of num_parts, of about as many blocks each. */
-    S1F_DEVICE void keep_part(int part, int num_parts)
-    {
-        const int64_t blocks = end - begin;
-        end = begin + (int)(blocks * (part + 1) / num_parts);
-        begin = begin + (int)(blocks * part / num_parts);
-    }
-
     /* The first block from `block` on that is to be looked at; end: none. All lanes of a warp ask alike. */
     S1F_DEVICE int next(int block) const
     {

@@ -6,14 +6,10 @@
  * Kernels   prepare_rows      delta and lse2 = lse log2 e, of rows padded to whole tiles; zeroes the sums of dQ
  *           key_gradients     dK and dV: a block owns a tile of keys of a kv head and goes over the tiles of queries of
  *                             all heads that read it, so each sum has one owner and one order. dQ: sums in memory to
- *                             which blocks add in any order; left out where dQ is to be deterministic
- *           add_parts         where blocks are few, the way over the queries is cut into parts: adds up what they
- *                             summed, in the order of their index
+ *                             which blocks add in any order
  *           round_queries     dQ of its sums
- *           query_gradients   deterministic dQ: a block owns a tile of queries and makes P and dS again (7 products of
- *                             a pair of tiles in all instead of 5)
  * Numerics  bf16 or fp16 in and out, P and dS rounded to that; fp32 sums
- * Bits      dK and dV of equal inputs are equal; dQ too by query_gradients
+ * Bits      dK and dV of equal inputs are equal, dQ is not
  * Truth     s1f_attention_ref_backward() of ../attention_ref.c */
 #ifndef S1F_CUDA_SM80_ATTENTION_BACKWARD_CUH
 #define S1F_CUDA_SM80_ATTENTION_BACKWARD_CUH
@@ -48,11 +44,8 @@ struct attention_backward_arguments {
     /* scratch */
     int32_t padded_len;
     float *lse2, *delta; /* (B, Hq, padded_len); behind the segment infinity, which makes P 0, and 0 */
-    float *dq_sums;      /* (B, Hq, padded_len, D), in tiles as global_add_4 lays them out; NULL: not asked for */
-    int32_t num_parts;
-    float *part_dk,
-        *part_dv;      /* (parts, B, Hkv, num_tokens - first_key, D) each; NULL: one part, that goes to the slab */
-    int32_t first_key; /* of the first block of key_gradients: no query sees those before, or it is 0 */
+    float *dq_sums;      /* (B, Hq, padded_len, D), in tiles as global_add_4 lays them out */
+    int32_t first_key;   /* of the first block of key_gradients: no query sees those before, or it is 0 */
 };
 
 /* First row of a head in lse2, delta and the sums of dQ. */
@@ -175,65 +168,10 @@ template <typename Element, int HEAD_DIM> struct prepare_rows {
                 global_store(a.lse2 + first + row, lse2);
             }
         }
-        if (a.dq_sums != nullptr) {
-            float_quad *sums = (float_quad *)(a.dq_sums + (first + first_row) * HEAD_DIM);
-            S1F_UNROLL
-            for (int i = 0; i < ROW_PADDING * HEAD_DIM / 4; i += THREADS)
-                global_store(sums + i + thread, float_quad{});
-        }
-    }
-};
-
-/* -- sums of the parts; grid: num_blocks(), kv heads, batch; a thread takes 4 elements of dK or of dV -------------- */
-
-template <typename Element, int HEAD_DIM> struct add_parts {
-    using arguments = attention_backward_arguments;
-    static constexpr int THREADS = 256, BLOCKS_PER_SM = 4, SHARED_BYTES = 0;
-    static constexpr int ROWS_AT_ONCE = THREADS * 4 / HEAD_DIM;
-
-    /* If rows are stored and not added to, those that no query sees become 0. */
-    static int num_blocks(const arguments &a)
-    {
-        const int rows = a.options.num_tokens - (a.store_kv_grads ? 0 : a.first_key);
-        return 2 * ((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE);
-    }
-
-    static S1F_DEVICE void run(const arguments &a)
-    {
-        const int kv_head = block_index().y, batch = block_index().z, which = block_index().x % 2;
-        const int num_tokens = a.options.num_tokens, column = thread_index() * 4 % HEAD_DIM;
-        const int token =
-            (a.store_kv_grads ? 0 : a.first_key) + block_index().x / 2 * ROWS_AT_ONCE + thread_index() * 4 / HEAD_DIM;
-        if (token >= num_tokens)
-            return;
-
-        float_quad sum = {};
-        float *slab = row_of(which == 0 ? a.dk : a.dv, a.dkv_strides, batch, kv_head, token) + column;
-        if (!a.store_kv_grads)
-            sum = global_load((const float_quad *)slab);
-        if (token >= a.first_key) {
-            const int64_t rows = num_tokens - a.first_key, strips = (int64_t)a.batch * a.kv_heads;
-            const int64_t row = (batch * (int64_t)a.kv_heads + kv_head) * rows + token - a.first_key;
-            const float *parts = (which == 0 ? a.part_dk : a.part_dv) + row * HEAD_DIM + column;
-            float_quad added = {};
-            for (int part = 0; part < a.num_parts; part++) {
-                const float_quad of_part = global_load((const float_quad *)(parts + part * strips * rows * HEAD_DIM));
-                S1F_UNROLL
-                for (int i = 0; i < 4; i++)
-                    added.element[i] += of_part.element[i];
-            }
-            S1F_UNROLL
-            for (int i = 0; i < 4; i++)
-                sum.element[i] += added.element[i];
-        }
-        void *own = which == 0 ? a.own_dk : a.own_dv;
-        if (own != nullptr && token >= a.q_start) {
-            Element *to = row_of((Element *)own, a.own_dkv_strides, batch, kv_head, token - a.q_start) + column;
-            global_store((word_pair *)to, word_pair{{pack<Element>(sum.element[0], sum.element[1]),
-                                                     pack<Element>(sum.element[2], sum.element[3])}});
-        } else {
-            global_store((float_quad *)slab, sum);
-        }
+        float_quad *sums = (float_quad *)(a.dq_sums + (first + first_row) * HEAD_DIM);
+        S1F_UNROLL
+        for (int i = 0; i < ROW_PADDING * HEAD_DIM / 4; i += THREADS)
+            global_store(sums + i + thread, float_quad{});
     }
 };
 

@@ -12,8 +12,6 @@
  *          next SLOTS - 1 are on their way. One barrier per tile: behind it the tile is there for all threads, and all
  *          have left the one before, whose slot takes the next copy.
  * Mask     only where a block of keys has one that some row does not see
- * Parts    where blocks are few, each goes over a part of its keys and stores sums in fp32; merge_parts adds them up in
- *          the order of their index
  * Bits     equal inputs give equal bits: no atomics, and all orders follow from the shape */
 #ifndef S1F_CUDA_SM80_ATTENTION_FORWARD_CUH
 #define S1F_CUDA_SM80_ATTENTION_FORWARD_CUH
@@ -31,10 +29,7 @@ struct attention_forward_arguments {
     s1f_strides q_strides, kv_strides, out_strides;
     int32_t heads, group; /* group: query heads per kv head */
     int32_t segment_len, q_start;
-    int32_t num_tiles, num_parts;
-    int64_t all_rows; /* B Hq S */
-    float *part_out;  /* (parts, B, Hq, S, D), each divided by its sum; NULL: one part, written to out and lse */
-    float *part_lse;  /* (parts, B, Hq, S), to base 2 */
+    int32_t num_tiles;
     attention_options options;
 };
 
@@ -56,7 +51,7 @@ struct packed_row {
     }
 };
 
-/* Grid: tiles times parts, kv heads, batch. */
+/* Grid: tiles, kv heads, batch. */
 template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLOTS> struct attention_forward {
     using arguments = attention_forward_arguments;
     static constexpr int THREADS = WARPS * WARP_SIZE;
@@ -77,7 +72,7 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
     using outputs = float[BANDS][HEAD_DIM / 8][4];
 
     struct place { /* of a block's work, and of a warp's and a lane's in it */
-        int warp, lane, part, kv_head, batch;
+        int warp, lane, kv_head, batch;
         int first_row, num_rows; /* packed */
 
         S1F_DEVICE int row_of(int line) const /* of the tile */
@@ -96,16 +91,14 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
         place at;
         at.warp = thread_index() / WARP_SIZE;
         at.lane = thread_index() % WARP_SIZE;
-        at.part = block_index().x % a.num_parts;
         at.kv_head = block_index().y;
         at.batch = block_index().z;
-        at.first_row = (a.num_tiles - 1 - block_index().x / a.num_parts) * ROWS; /* those that see most keys first */
+        at.first_row = (a.num_tiles - 1 - block_index().x) * ROWS; /* those that see most keys first */
         at.num_rows = a.segment_len * a.group;
 
         const visibility rule = visibility_of(a.options, at.batch, KEYS);
         const int behind = at.first_row + ROWS, last_row = (behind < at.num_rows ? behind : at.num_rows) - 1;
         seen_blocks<KEYS> keys(rule, a.q_start + at.first_row / a.group, a.q_start + last_row / a.group);
-        keys.keep_part(at.part, a.num_parts);
 
         const uint32_t q_tile = shared_base(), ring = q_tile + Q_BYTES;
         int block = keys.next(keys.begin), slot = 0;
@@ -152,13 +145,8 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
             slot = after(slot);
             block = keys.next(block + 1);
         }
-        copy_async_wait<0>(); /* a part that sees nothing has not waited for Q */
-
         finish_rows(a, at, out, highest, sum);
-        if (a.part_out != nullptr)
-            store_part(a, at, out);
-        else
-            store_out(a, at, out, q_tile);
+        store_out(a, at, out, q_tile);
     }
 
     /* -- copies ------------------------------------------------------------------------------------------------- */
@@ -297,7 +285,7 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
 
     /* -- results ------------------------------------------------------------------------------------------------ */
 
-    /* Divides by the sums and stores lse: -infinity, and out stays 0, for a row that saw no key of this part. */
+    /* Divides by the sums and stores lse: -infinity, and out stays 0, for a row that saw no key. */
     static S1F_DEVICE void finish_rows(const arguments &a, const place &at, outputs &out, const float (&highest)[LINES],
                                        const float (&sum)[LINES])
     {
@@ -310,12 +298,8 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
             inverse[line] = total > 0 ? reciprocal_fast(total) : 0;
             const float lse = total > 0 ? highest[line] * a.options.factor + log2_fast(total) : -S1F_INFINITY;
             const int row = at.first_row + at.row_of(line);
-            if (row < at.num_rows && at.lane % 4 == 0) {
-                if (a.part_lse == nullptr)
-                    global_store(a.lse + result_row(a, at, row), lse * LN_2);
-                else
-                    global_store(a.part_lse + at.part * a.all_rows + result_row(a, at, row), lse);
-            }
+            if (row < at.num_rows && at.lane % 4 == 0)
+                global_store(a.lse + result_row(a, at, row), lse * LN_2);
         }
         scale_rows(out, inverse);
     }
@@ -324,23 +308,6 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
     {
         const int64_t head = at.batch * (int64_t)a.heads + at.kv_head * a.group + row % a.group;
         return head * a.segment_len + row / a.group;
-    }
-
-    static S1F_DEVICE void store_part(const arguments &a, const place &at, const outputs &out)
-    {
-        S1F_UNROLL
-        for (int line = 0; line < LINES; line++) {
-            const int row = at.first_row + at.row_of(line);
-            if (row >= at.num_rows)
-                continue;
-            float *target = a.part_out + (at.part * a.all_rows + result_row(a, at, row)) * HEAD_DIM + at.lane % 4 * 2;
-            S1F_UNROLL
-            for (int column = 0; column < HEAD_DIM / 8; column++) {
-                const float(&o)[4] = out[line / 2][column];
-                const float_pair pair = {{o[line % 2 * 2], o[line % 2 * 2 + 1]}};
-                global_store((float_pair *)(target + column * 8), pair);
-            }
-        }
     }
 
     /* Through the warp's rows of the Q tile, so that 16 bytes go out at once. Only this warp read them, and it has met
@@ -371,45 +338,6 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
                              words);
             to.move_on(step, a.group);
         }
-    }
-};
-
-/* out and lse of what the parts left: a thread per four elements of a row. */
-template <typename Element, int HEAD_DIM> struct merge_parts {
-    using arguments = attention_forward_arguments;
-    static constexpr int THREADS = 128, BLOCKS_PER_SM = 8;
-    static constexpr int THREADS_PER_ROW = HEAD_DIM / 4;
-
-    static S1F_DEVICE void run(const arguments &a)
-    {
-        const int64_t index = block_index().x * (int64_t)THREADS + thread_index(), num_rows = a.all_rows;
-        const int64_t row = index / THREADS_PER_ROW; /* of (B, Hq, S) */
-        const int column = (int)(index % THREADS_PER_ROW) * 4;
-        if (row >= num_rows)
-            return;
-        float highest = -S1F_INFINITY, sum = 0;
-        for (int part = 0; part < a.num_parts; part++)
-            highest = maximum(highest, global_load(a.part_lse + part * num_rows + row));
-        float_quad out = {};
-        for (int part = 0; part < a.num_parts; part++) {
-            const float weight = exp2_fast(global_load(a.part_lse + part * num_rows + row) - highest);
-            const float_quad of_part =
-                global_load((const float_quad *)(a.part_out + (part * num_rows + row) * HEAD_DIM + column));
-            sum += weight;
-            S1F_UNROLL
-            for (int i = 0; i < 4; i++)
-                out.element[i] += weight * of_part.element[i];
-        }
-        const float inverse = reciprocal_fast(sum);
-        const int token = (int)(row % a.segment_len), head = (int)(row / a.segment_len % a.heads);
-        const int64_t batch = row / a.segment_len / a.heads;
-        Element *target =
-            (Element *)a.out + batch * a.out_strides.batch + head * a.out_strides.head + token * a.out_strides.row;
-        const word_pair words = {{pack<Element>(out.element[0] * inverse, out.element[1] * inverse),
-                                  pack<Element>(out.element[2] * inverse, out.element[3] * inverse)}};
-        global_store((word_pair *)(target + column), words);
-        if (column == 0)
-            global_store(a.lse + row, (highest + log2_fast(sum)) * LN_2);
     }
 };
 

@@ -1,7 +1,6 @@
 /* sm80_attention_parts.cu - the kernels around attention over ranges of keys that are compiled, and their launcher. No
  * line here is one that only nvcc takes, so the tests compile it for the CPU. */
 #include "attention_launch.cuh"
-#include "kernel_table.h"
 #include "sm80_attention_parts.cuh"
 
 using namespace s1f;
@@ -23,10 +22,7 @@ ALL(ENTRY)
 namespace
 {
 
-#define ROW(operation, constant, element, dtype)                                                                       \
-    {"s1f_attention_parts_" #operation "_" #element,  dtype, 0, 0, 0,                                                  \
-     parts_##operation<element>::THREADS / WARP_SIZE, 0,     0, 0, S1F_CUDA_SHARED_99_KB},
-constexpr s1f_cuda_kernel kernels[] = {ALL(ROW)};
+constexpr s1f_cuda_heads heads[] = {{S1F_BFLOAT16, 0}, {S1F_FLOAT16, 0}};
 
 struct entry {
     int32_t what, dtype;
@@ -80,20 +76,20 @@ bool is_supported(const s1f_attention_parts &a)
     return true;
 }
 
-int64_t scratch_bytes(const void *, int32_t)
+int64_t scratch_bytes(const void *)
 {
     return 0;
 }
 
 /* -- launch -------------------------------------------------------------------------------------------------------- */
 
-int32_t launch_parts(const void *arguments, int32_t asked, void *stream)
+int32_t launch_parts(const void *arguments, void *stream)
 {
     const s1f_attention_parts &a = *(const s1f_attention_parts *)arguments;
     int index = 0;
     while (index < NUM_ENTRIES && (entries[index].what != a.what || entries[index].dtype != a.dtype))
         index++;
-    if (index == NUM_ENTRIES || (asked != -1 && asked != index) || !is_supported(a))
+    if (index == NUM_ENTRIES || !is_supported(a))
         return INVALID_VALUE;
     const entry &chosen = entries[index];
     const bool has_slabs = a.what == S1F_PARTS_ADD || a.what == S1F_PARTS_FINISH;
@@ -105,4 +101,4 @@ int32_t launch_parts(const void *arguments, int32_t asked, void *stream)
 
 } // namespace
 
-S1F_CUDA_OPERATION(attention_parts, kernels, scratch_bytes, launch_parts, s1f::error_text);
+S1F_CUDA_OPERATION(attention_parts, heads, scratch_bytes, launch_parts, s1f::error_text);

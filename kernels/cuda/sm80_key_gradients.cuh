@@ -13,7 +13,7 @@
 namespace s1f
 {
 
-/* Grid: tiles of keys from first_key on times parts, kv heads, batch. */
+/* Grid: tiles of keys from first_key on, kv heads, batch. */
 template <typename Element, int HEAD_DIM, int QUERY_ROWS, int KEY_ROWS, int KEY_WARPS, int QUERY_WARPS, int DOUT_STAGES>
 struct key_gradients {
     using arguments = attention_backward_arguments;
@@ -45,20 +45,18 @@ struct key_gradients {
      * for registers are short; what few turns need is found again. */
     struct place {
         int first_key, first_tile, num_tiles; /* tiles of queries that see some of the keys, but for documents */
-        int begin, end;                       /* turns of the part */
+        int end;                              /* of the turns */
 
         S1F_DEVICE place(const arguments &a)
         {
-            const int part = block_index().x % a.num_parts, num_tokens = a.options.num_tokens, q_start = a.q_start;
-            first_key = a.first_key + block_index().x / a.num_parts * KEY_ROWS;
+            const int num_tokens = a.options.num_tokens, q_start = a.q_start;
+            first_key = a.first_key + block_index().x * KEY_ROWS;
             const int last_key = (first_key + KEY_ROWS < num_tokens ? first_key + KEY_ROWS : num_tokens) - 1;
             const int first_row = first_key > q_start ? first_key - q_start : 0;
             const int seen_to = a.options.window < num_tokens - last_key ? last_key + a.options.window : num_tokens;
             first_tile = first_row / QUERY_ROWS;
             num_tiles = seen_to > q_start + first_row ? (seen_to - q_start - 1) / QUERY_ROWS - first_tile + 1 : 0;
-            const int64_t turns = (int64_t)num_tiles * a.group;
-            begin = (int)(turns * part / a.num_parts);
-            end = (int)(turns * (part + 1) / a.num_parts);
+            end = num_tiles * a.group;
         }
 
         S1F_DEVICE int head(const arguments &a, int turn) const
@@ -121,8 +119,8 @@ struct key_gradients {
     static S1F_DEVICE void run(const arguments &a)
     {
         const place here(a);
-        int turn = next_turn(a, here, here.begin);
-        if (turn == here.end && a.part_dk == nullptr && !a.store_kv_grads)
+        int turn = next_turn(a, here, 0);
+        if (turn == here.end && !a.store_kv_grads)
             return; /* nothing to add; the segment's own keys see themselves */
 
         const uint32_t shared = shared_base();
@@ -183,14 +181,13 @@ struct key_gradients {
                 copy_async_commit();
             }
             multiply_others(dk, shared + DS, q_tile);
-            if (a.dq_sums != nullptr)
-                add_queries(a, here, (int)opaque((uint32_t)turn), shared);
+            add_queries(a, here, (int)opaque((uint32_t)turn), shared);
             turn = next;
             stage ^= 1;
         }
         copy_async_wait<0>();
-        store(a, here, dk, a.scale, a.part_dk, a.dk, a.own_dk);
-        store(a, here, dv, 1, a.part_dv, a.dv, a.own_dv);
+        store(a, here, dk, a.scale, a.dk, a.own_dk);
+        store(a, here, dv, 1, a.dv, a.own_dv);
     }
 
     /* -- copies ------------------------------------------------------------------------------------------------- */
@@ -303,36 +300,28 @@ struct key_gradients {
 
     /* -- results ------------------------------------------------------------------------------------------------ */
 
-    /* Stores sums to the part's, or to the slab, or adds to what it holds; complete rows of the segment go to its
-     * own. */
-    static S1F_DEVICE void store(const arguments &a, const place &here, const key_sums &d, float factor, float *parts,
-                                 float *slab, void *own_rows)
+    /* Stores sums to the slab, or adds to what it holds; complete rows of the segment go to its own. */
+    static S1F_DEVICE void store(const arguments &a, const place &here, const key_sums &d, float factor, float *slab,
+                                 void *own_rows)
     {
         const int lane = lane_index(), warp = warp_index();
         const int column = warp % QUERY_WARPS * COLUMNS + lane % 4 * 2;
         const int first_token = here.first_key + warp / QUERY_WARPS * KEYS + lane / 4;
-        const bool adds = parts == nullptr && !a.store_kv_grads;
         float *to = row_of(slab, a.dkv_strides, batch(), kv_head(), first_token) + column;
-        int64_t row_stride = a.dkv_strides.row;
-        if (parts != nullptr) {
-            const int64_t strip = (block_index().x % a.num_parts * (int64_t)a.batch + batch()) * a.kv_heads + kv_head();
-            row_stride = HEAD_DIM;
-            to = parts + (strip * (a.options.num_tokens - a.first_key) + first_token - a.first_key) * HEAD_DIM + column;
-        }
         S1F_UNROLL
         for (int i = 0; i < KEYS / 8; i++) {
             const int token = first_token + i * 8;
             if (token >= a.options.num_tokens)
                 break;
-            const bool is_complete = parts == nullptr && own_rows != nullptr && token >= a.q_start;
+            const bool is_complete = own_rows != nullptr && token >= a.q_start;
             Element *own = nullptr;
             if (is_complete)
                 own = row_of((Element *)own_rows, a.own_dkv_strides, batch(), kv_head(), token - a.q_start) + column;
             S1F_UNROLL
             for (int j = 0; j < COLUMNS / 8; j++) {
-                float_pair *sums = (float_pair *)(to + i * 8 * row_stride + j * 8);
+                float_pair *sums = (float_pair *)(to + i * 8 * a.dkv_strides.row + j * 8);
                 float_pair sum = {d[i / 2][j][i % 2 * 2] * factor, d[i / 2][j][i % 2 * 2 + 1] * factor};
-                if (adds) {
+                if (!a.store_kv_grads) {
                     const float_pair before = global_load(sums);
                     sum = {before.element[0] + sum.element[0], before.element[1] + sum.element[1]};
                 }

@@ -158,20 +158,6 @@ S1F_DEVICE chunk shared_load_16(uint32_t address)
     return c;
 }
 
-S1F_DEVICE void shared_store_16(uint32_t address, const chunk &c)
-{
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(c.word[0]), "r"(c.word[1]),
-                 "r"(c.word[2]), "r"(c.word[3])
-                 : "memory");
-}
-
-S1F_DEVICE uint32_t shared_load_4(uint32_t address)
-{
-    uint32_t word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
-}
-
 S1F_DEVICE float_pair shared_load_pair(uint32_t address)
 {
     float_pair pair;
@@ -262,12 +248,6 @@ template <> S1F_DEVICE void matrix_multiply_add<fp16>(float (&d)[4], const uint3
 S1F_DEVICE float shuffle_xor(float value, int mask)
 {
     return __shfl_xor_sync(0xffffffffu, value, mask);
-}
-
-/* The value of a lane. */
-S1F_DEVICE float shuffle(float value, int lane)
-{
-    return __shfl_sync(0xffffffffu, value, lane);
 }
 
 /* Bit l: whether lane l's condition holds. */

@@ -20,7 +20,10 @@ def _check_devices(*tensors: Tensor) -> None:
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options."""
+    """Returns the shapes of the op's results.
+
+    The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options.
+    """
     _check_devices(q, k, v, *others[-6:-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)

@@ -77,7 +77,7 @@ def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_
     is_plain, offset = way == "plain", place.end - tokens
     start = max(0, offset - window + 1) if window else 0  # the first key that one of the tokens sees
     of_each = () if way in ("cudnn", "flash") else place.parts
-    joins = way in ("flash", "efficient") and not is_backward and not place.parts
+    joins = way == "flash" and not is_backward and not place.parts
     lead = offset - max(start, place.ranges[-1][0]) if joins else 0
     own: list[Call] = []
     before: list[Call] = []

@@ -43,8 +43,6 @@ class Options(NamedTuple):
     softcap: float = 0.0
     scale: float | None = None
     store: bool = False  # else backward adds to sums
-    deterministic: bool = False
-    num_parts: int = 1
     place: Place | None = None  # of the keys in a tree; None: in the first rows
     prefix: int = PREFIX
     logit: float = 0.0  # of all pairs, about
@@ -60,10 +58,10 @@ class Options(NamedTuple):
 
 
 CASES = (
-    Options("a segment", num_parts=2),
-    Options("documents", has_documents=True, store=True, deterministic=True),
+    Options("a segment"),
+    Options("documents", has_documents=True, store=True),
     Options("a window", window=45),
-    Options("documents, a window and a soft cap", True, 70, 2.0, 0.3, store=True, deterministic=True, num_parts=2),
+    Options("documents, a window and a soft cap", True, 70, 2.0, 0.3, store=True),
 )
 
 DOCUMENT_CASES = (
@@ -220,8 +218,7 @@ class _Case:
         launch(
             self.queries(self.q).rows, self.slab(self.k, self.use.dtype).rows, self.slab(self.v, self.use.dtype).rows,
             out, lse,
-            scale=self.scale, window=self.options.window, softcap=self.options.softcap, docs=docs,
-            num_parts=self.options.num_parts, **of_backward,
+            scale=self.scale, window=self.options.window, softcap=self.options.softcap, docs=docs, **of_backward,
         )  # fmt: skip
 
     def hold(self, name: str, got: Tensor, truth: Tensor, in_16_bits: Tensor) -> None:
@@ -263,7 +260,6 @@ def _prove_backward(launch: Launch, case: _Case) -> None:
     case.launch(
         launch, case.queries(out).rows, case.lse(lse).rows, dout=case.queries(case.dout).rows, dq=dq.rows,
         dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=kept == 0,
-        deterministic=case.options.deterministic,
     )  # fmt: skip
     case.hold("dq", dq.rows, truths[0], in_16_bits[0])
     case.hold_around("dq", dq)

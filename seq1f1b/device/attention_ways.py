@@ -26,9 +26,6 @@ MOST_MERGED = 4
 """A forward merges this many results at most two by two. Each merge rounds: the error of three is that of attention by
 matrix products in 16 bits, and it grows with the root of their number. More results are added up in float32."""
 
-_LSE_ALIGNMENT = 32  # rows of lse that _efficient_attention_backward reads come in multiples of this
-_BOTTOM_RIGHT = 2  # custom_mask_type of the efficient ops: causal, the last query sees the last key
-
 
 class Options(NamedTuple):
     """Which keys a query sees, and how; window 0, softcap 0 and empty tensors stand for none."""
@@ -355,8 +352,8 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
         queries, *of_keys = (t.narrow(0, index, 1) for t in (q, keys, values))
         tensors = of_one_size(queries, *[t.narrow(2, start, size) for t in of_keys])
         rows.append(attention_sequences.forward(
-            tensors, layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before), row.longest,
-            before + row.num_first, options.scale, options.window,
+            tensors, row.bounds, row.key_bounds(before), row.longest, before + row.num_first, options.scale,
+            options.window,
         ))  # fmt: skip
     out, lse = attention_sequences.results_of(rows)
     return _cut(out, values.shape[3]), lse
@@ -372,22 +369,20 @@ def documents_backward(given: Given) -> Gradients:
     for index, row in enumerate(options.layout.rows):
         dout, q, keys, values, out, lse, dk, dv = (t.narrow(0, index, 1) for t in (*given[:6], given.dk, given.dv))
         of_row = Given(dout, q, keys, values, out, lse, options, dk, dv)
-        found.append(_document_gradients(index, row, of_row))
+        found.append(_document_gradients(row, options.layout.offset, of_row))
     return attention_sequences.gradients_of(found)
 
 
-def _document_gradients(index: int, row: Row, given: Given) -> Gradients:
+def _document_gradients(row: Row, offset: int, given: Given) -> Gradients:
     """The calls of a row: its own keys for all queries, the keys before them for the queries of the first document."""
-    options, place, tokens, layout = given.options, given.options.place, given.q.shape[2], given.options.layout
-    assert layout is not None
-    bounds, lse, offset = layout.bounds(options.docs)[index], given.lse[0].contiguous(), layout.offset
+    options, place, tokens, lse = given.options, given.options.place, given.q.shape[2], given.lse[0].contiguous()
     start, end = _first_key_of(row, offset, options.window), offset + row.num_first
     first = Place(((start, end, start),), (), place.kept)
     own_call, *before = calls_of("flash", first, row.num_first, options.window, options.longest, True)
 
     def own(*tensors: Tensor) -> Gradients:
         return attention_sequences.backward(
-            [t[0] for t in tensors], lse, bounds, row.longest, options.scale, options.window
+            [t[0] for t in tensors], lse, row.bounds, row.longest, options.scale, options.window
         )
 
     calls = own_call._replace(size=tokens, num_queries=tokens), *before
@@ -398,73 +393,6 @@ def _first_key_of(row: Row, offset: int, window: int) -> int:
     """The first key that the segment's first query sees."""
     start = min(row.start, offset)
     return max(start, offset - window + 1) if window else start
-
-
-# -- memory-efficient: as many heads of keys as of queries, so one call per query head of a group --------------------
-
-
-def _groups(q: Tensor, kv_heads: int) -> list[Tensor]:
-    """Query heads that read different kv heads: for each of a group, (batch, kv_heads, tokens, ...)."""
-    return [q] if q.shape[1] == kv_heads else list(_by_kv_head(q, kv_heads).unbind(2))
-
-
-def _ungroup(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
-
-
-def efficient_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q = aligned(q)
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
-        of_keys, of_values = aligned(keys).transpose(1, 2), aligned(values).transpose(1, 2)
-        for group in _groups(_rows_of(call, q)[0], keys.shape[1]):
-            found = torch.ops.aten._efficient_attention_forward.default(
-                group.transpose(1, 2), of_keys, of_values, None, None, None, None, None, 0.0,
-                _BOTTOM_RIGHT if call.is_own else 0, True, scale=options.scale,
-            )  # fmt: skip
-            outs.append(found[0].transpose(1, 2))
-            lses.append(found[1].narrow(2, 0, call.num_queries))  # the op rounds their number up
-        return _ungroup(outs), _ungroup(lses)
-
-    calls = calls_of("efficient", options.place, q.shape[2], 0, options.longest, False)
-    return over_keys(calls, q, keys, values, part)
-
-
-def efficient_backward(given: Given) -> Gradients:
-    of_all = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse
-    kv_heads, options, tokens = given.keys.shape[1], given.options, given.q.shape[2]
-    unused = torch.empty((), dtype=torch.int64, device=given.q.device)  # state of dropout
-
-    def groups_of(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> list[tuple[Tensor, ...]]:
-        padding = -lse.shape[2] % _LSE_ALIGNMENT
-        lse = F.pad(lse, (0, padding), value=float("inf")) if padding else lse
-        return [
-            (of_dout.transpose(1, 2), of_q.transpose(1, 2), of_out.transpose(1, 2).contiguous(), of_lse.contiguous())
-            for of_dout, of_q, of_out, of_lse in zip(*(_groups(t, kv_heads) for t in (dout, q, out, lse)), strict=True)
-        ]
-
-    groups = groups_of(*of_all)
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = aligned(keys).transpose(1, 2), aligned(values).transpose(1, 2)
-        dqs, dk, dv = [], None, None
-        for of_dout, of_q, of_out, of_lse in (
-            groups if call.num_queries == tokens else groups_of(*_rows_of(call, *of_all))
-        ):
-            part_dq, part_dk, part_dv, _ = torch.ops.aten._efficient_attention_backward.default(
-                of_dout, of_q, keys, values, None, of_out, None, None, call.num_queries, call.size, of_lse, 0.0, unused,
-                unused, _BOTTOM_RIGHT if call.is_own else 0, False, scale=options.scale,
-            )  # fmt: skip
-            dqs.append(part_dq.transpose(1, 2))
-            part_dk, part_dv = part_dk.float(), part_dv.float()  # sums of a group of heads, rounded once
-            dk = part_dk if dk is None else dk + part_dk
-            dv = part_dv if dv is None else dv + part_dv
-        assert dk is not None and dv is not None
-        return _ungroup(dqs), dk.transpose(1, 2), dv.transpose(1, 2)
-
-    calls = calls_of("efficient", options.place, tokens, 0, options.longest, True)
-    return gradients_over(calls, options.place, given, part)
 
 
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
@@ -544,6 +472,5 @@ WAYS = {
     "cudnn": Way(cudnn_forward, cudnn_backward),
     "flash": Way(flash_forward, flash_backward),
     "documents": Way(documents_forward, documents_backward),
-    "efficient": Way(efficient_forward, efficient_backward),
     "plain": Way(plain_forward, plain_backward),
 }

@@ -2,25 +2,23 @@
 
 The CUDA kernels of this package's ops; those of the CPU are C. ``way`` chooses among the ways of attention_ways.py:
 
-    own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
-               right, and faster than what else there is (kernel_library.py)
+    own        bfloat16 and float16, head_dim 64 or 128, with documents or a soft cap and without ALiBi: this package's
+               kernels (kernel_library.py)
     cudnn      as flash, without a window, on Hopper and data-centre Blackwell: cuDNN's, for shapes that come often
                enough to pay for its plan of one (``OFTEN``); until then they go by flash
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    documents  as flash, with documents: the same ops over sequences of many lengths
-    efficient  float32 without a window, head_dim a multiple of 4; float16, of 8, where flash has no kernels (before
-               Ampere): ``aten::_efficient_attention_*``
-    plain      everything else (float64, ALiBi, a soft cap that own does not take, documents in float32 or whose tokens
-               do not follow one another, other heads): matrix products over ranges of keys, up to 200 times slower, in
-               bounded memory
+    documents  as flash, with documents that own does not take: the same ops over sequences of many lengths
+    plain      everything else (float32 and float64, GPUs before Ampere, ALiBi, a soft cap or documents that the ways
+               above do not take, other heads): matrix products over ranges of keys, up to 200 times slower, in bounded
+               memory
 
-Our kernels, cuDNN, documents, efficient in float16, and flash over the keys of a tree must prove themselves on the
-device before their first use in each dtype and head size (attention_proof.py); what fails goes by the next way. No GPU
-has run documents and trees by flash, efficient in float16, nor this proof of cuDNN, yet.
+Our kernels, cuDNN, documents, and flash over the keys of a tree must prove themselves on the device before their first
+use in each dtype and head size (attention_proof.py); what fails goes by the next way. No GPU has run documents and
+trees by flash, nor this proof of cuDNN, yet.
 
 Heads of v may have another size than those of q and k. cuDNN takes them as they are where it says so (192 and 128 of
-latent attention among them, which no GPU has run), the efficient and plain ways always; for flash and documents the
-narrower ones get zeros up to the size of the wider; own does not take them.
+latent attention among them, which no GPU has run), the plain way always; for flash and documents the narrower ones get
+zeros up to the size of the wider; own does not take them.
 
 cuDNN masks from the first key on, so its forward is a call over the segment's own keys and one over those before, and
 the two results are merged. Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out``
@@ -31,7 +29,7 @@ at the end of a forward, and a backward that takes these two needs nothing else.
 
 In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. A call is over
 one range before the segment, or over own keys: cuDNN and flash have one for the own keys of all siblings, by flash,
-efficient and plain one for each sibling. The results are merged. Documents and own take no trees: a call of our kernels
+plain one for each sibling. The results are merged. Documents and own take no trees: a call of our kernels
 always hides keys behind its queries.
 
 tests/gpu holds all of it to float64 on a GPU; an H200 and an H100 have run it (benchmarks/results). The tests
@@ -205,32 +203,26 @@ def way(
     Args:
         in_pieces: tokens of a document are known not to follow one another.
     """
-    sizes, has_slopes, has_docs = (q.shape[3], v_head_dim), options.slopes.numel() > 0, options.docs.numel() > 0
-    is_chain = options.place.is_chain
-    is_fast = q.dtype in proof.DTYPES and _has_flash(q.device) and not has_slopes
-    fits_own = is_fast and is_chain and q.shape[3] == v_head_dim and options.scale > 0
-    fits_flash = is_fast and not options.softcap and max(sizes) % 8 == 0
-    if fits_own and kernel_library.preference() == "own" and kernel_library.choose(operation, q):
+    sizes, has_docs, is_chain = (q.shape[3], v_head_dim), options.docs.numel() > 0, options.place.is_chain
+    if q.dtype not in proof.DTYPES or options.slopes.numel() or not _has_flash(q.device):
+        return "plain"
+    fits_own = is_chain and q.shape[3] == v_head_dim and options.scale > 0
+    is_ours = has_docs or options.softcap or kernel_library.preference() == "own"
+    if fits_own and is_ours and kernel_library.choose(operation, q):
         return "own"
-    if fits_flash and not has_docs and (is_chain or _is_proven("flash", q, v_head_dim)):
-        fits_cudnn = not options.window and min(sizes) % 8 == 0
-        if fits_cudnn and _has_cudnn(q.device) and _is_proven("cudnn", q, v_head_dim):
-            return "cudnn"
-        is_faster = fits_own and kernel_library.is_faster(operation, q)
-        return "own" if is_faster and kernel_library.choose(operation, q) else "flash"
-    fits_documents = fits_flash and has_docs and is_chain and not in_pieces
-    is_timed = fits_own and kernel_library.is_timed(operation, q)  # nearly as fast, and asks nothing of the host
-    is_ours = is_timed and kernel_library.choose(operation, q)
-    if fits_documents and not is_ours and _is_proven("documents", q, v_head_dim):
-        return "documents"
-    if fits_own and kernel_library.choose(operation, q):
-        return "own"
-    is_bare = not (options.window or options.softcap or has_slopes or has_docs or torch.version.hip)
-    is_aligned = all(size * q.element_size() % 16 == 0 for size in sizes)
-    if is_bare and is_aligned and q.dtype == torch.float32:
-        return "efficient"
-    is_efficient = is_bare and is_aligned and q.dtype == torch.float16 and _is_proven("efficient", q, v_head_dim)
-    return "efficient" if is_efficient else "plain"
+    if options.softcap or max(sizes) % 8:
+        found = "plain"
+    elif has_docs:
+        found = "documents" if is_chain and not in_pieces and _is_proven("documents", q, v_head_dim) else "plain"
+    elif not is_chain and not _is_proven("flash", q, v_head_dim):
+        found = "plain"
+    elif not options.window and min(sizes) % 8 == 0 and _has_cudnn(q.device) and _is_proven("cudnn", q, v_head_dim):
+        found = "cudnn"
+    else:
+        found = "flash"
+    if found == "plain" and fits_own:
+        kernel_library.warn_of_products(operation, q)
+    return found
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -282,16 +274,11 @@ _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs
         "check",
     )),
     "flash": ("attention over the keys of a tree's path by torch's flash ops", attention_proof.PATH_CASES, proof.Proofs(
-        "Torch's memory-efficient ops, or matrix products, up to 200 times slower, take its place there. Trees cost "
-        "more time there, and are right",
-    )),
-    "efficient": ("attention by torch's memory-efficient ops", attention_proof.BARE_CASES, proof.Proofs(
-        "Matrix products, up to 200 times slower, take its place there. Train in float32, which those ops take without "
-        "this check, or on a GPU of Ampere or later",
+        "Matrix products, up to 200 times slower, take its place there. Trees cost more time there, and are right",
     )),
     "documents": ("attention over documents by torch's flash ops", attention_proof.DOCUMENT_CASES, proof.Proofs(
-        "This package's kernels or matrix products, up to 200 times slower, take its place there. Install seq1f1b with "
-        "nvcc and SEQ1F1B_CUDA=1 to have its kernels, which take documents too",
+        "Matrix products, up to 200 times slower, take its place there. Install seq1f1b with nvcc and SEQ1F1B_CUDA=1 "
+        "to have its kernels, which take documents too",
     )),
 }  # fmt: skip
 """The check of a way: its name, its cases, and its results so far."""

@@ -1,12 +1,11 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
-Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls with a
-soft cap on every GPU of Ampere or later: matrix products, the only other way, are up to 200 times slower. On the
-architectures of ``TIMED`` they take calls with documents, too, and of those that torch's flash ops take as well what
-was faster there. Elsewhere calls with documents go to ours where torch's flash ops have failed their check for these:
-over documents nobody has measured them yet, and a kernel that was timed is known to be nearly as fast, and asks nothing
-of the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels wherever there is one for the
-call, unproven; ``library`` never. The environment is read once, when this module is imported.
+Each kernel proves itself where it runs, at its first use (proof.py). Those of attention take the calls with documents
+or a soft cap on every GPU of Ampere or later: a soft cap's only other way is matrix products, up to 200 times slower;
+over documents torch's flash ops ask the host, and no GPU has run them. Where torch is to be deterministic, our
+backward, whose dQ is not, is not taken. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels
+wherever there is one for the call, unproven; ``library`` never. The environment is read once, when this module is
+imported.
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
 ATTENTION = ("attention_forward", "attention_backward")
 PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
 USES = {
-    **dict.fromkeys(ATTENTION, "for soft caps, and for documents that torch's flash ops do not take"),
+    **dict.fromkeys(ATTENTION, "for documents and soft caps"),
     PARTS: "for results over ranges of keys, which are merged and added up",
 }
 OPERATIONS = tuple(USES)
 CODES = {getattr(torch, name): code for code, name in kernel_tables.DTYPES.items()}
-TIMED: dict[str, set[tuple[str, str, int]]] = {"sm_90": {("attention_forward", "bfloat16", 128)}}
-"""By architecture on which benchmarks/gpu.py has timed our attention (an H200): what is faster than torch's flash op
-there, by operation, dtype and head size."""
 
 
 def operations() -> dict[str, Operation]:
@@ -100,15 +96,13 @@ def choose(name: str, q: Tensor) -> Operation | None:
     Raises:
         RuntimeError: ours are asked for by the environment, and there is no library of them.
     """
-    wish, dtype, head_dim = preference(), q.dtype, q.shape[3]
     found = wanted(name, q.device)
-    if found is None or not _has_heads(name, q):
-        if not wish and can_run(q.device) and (found is not None or not LIBRARY.exists()):
-            _warn_of_products(found is not None, DTYPES[dtype], head_dim)
+    adds_in_order = name == ATTENTION[0] or not torch.are_deterministic_algorithms_enabled()
+    if found is None or not _has_heads(found, q) or not adds_in_order:
         return None
-    if wish:
+    if preference():
         return found
-    use = proof.Use(name, dtype, head_dim, head_dim, q.device)
+    use = proof.Use(name, q.dtype, q.shape[3], q.shape[3], q.device)
     prove = functools.partial(attention_proof.prove, functools.partial(launch_attention, found), use)
     return found if _proofs.holds(use, prove) else None
 
@@ -141,19 +135,16 @@ def can_run(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def is_timed(name: str, q: Tensor) -> bool:
-    """Whether the library has the operation for such queries, on an architecture where it was timed."""
-    return _architecture(q.device) in TIMED and _has_heads(name, q)
+def _has_heads(operation: Operation, q: Tensor) -> bool:
+    return (DTYPES.get(q.dtype), q.shape[3]) in operation.heads
 
 
-def is_faster(name: str, q: Tensor) -> bool:
-    """Whether it was faster there than torch's flash op."""
-    return is_timed(name, q) and (name, DTYPES[q.dtype], q.shape[3]) in TIMED[_architecture(q.device)]
-
-
-def _has_heads(name: str, q: Tensor) -> bool:
-    found = _usable(LIBRARY).get(name)
-    return found is not None and (DTYPES.get(q.dtype), q.shape[3]) in found.heads
+def warn_of_products(name: str, q: Tensor) -> None:
+    """Warns once where no kernel takes what goes by matrix products, although the device could run ours."""
+    found = wanted(name, q.device)
+    has_none = found is None and not LIBRARY.exists()
+    if not preference() and can_run(q.device) and (has_none or (found is not None and not _has_heads(found, q))):
+        _warn_of_products(found is not None, DTYPES[q.dtype], q.shape[3])
 
 
 @functools.cache
@@ -168,11 +159,6 @@ def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
         f"CUDA kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
         stacklevel=2,
     )
-
-
-def _architecture(device: torch.device) -> str:
-    major, minor = capability(device)
-    return f"sm_{major}{minor}"
 
 
 # The functions behind torch.cuda's, which take microseconds more in each launch; torch's build for CPUs lacks them.
@@ -196,7 +182,7 @@ def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
-    store: bool = False, num_parts: int = 0, deterministic: bool | None = None,
+    store: bool = False,
 ) -> None:  # fmt: skip
     """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
 
@@ -208,26 +194,22 @@ def launch_attention(
         store: dk and dv hold nothing yet; else they are added to.
         lse: (batch, heads, tokens), contiguous, float32.
         docs: (batch, N), int32; empty: none.
-        num_parts: of the keys; 0: the launcher chooses.
-        deterministic: None: as torch is set.
     """
     batch, heads, tokens, head_dim = q.shape
     docs, of_keys = docs if docs.stride(-1) == 1 else docs.contiguous(), _rows(k, v)
-    arguments = kernel_tables.ATTENTION.pack(
-        CODES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+    pack = functools.partial(
+        kernel_tables.ATTENTION.pack, CODES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
         q.data_ptr(), *of_keys[:2], *q.stride()[:3], *of_keys[2:], *_rows(out), lse.data_ptr(),
-        scale, window, softcap, 0, 0,
+        scale, window, softcap,
         docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
         *_rows(dout), *_rows(dq), *_rows(dk, dv), store, *_rows(own_dk, own_dv),
     )  # fmt: skip
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    end, index = kernel_tables.ATTENTION_END, q.get_device()
+    index = q.get_device()
     with on(index):  # the launcher asks what the current device can
-        size = operation.scratch_bytes(arguments + end.pack(num_parts, deterministic, 0, 0), -1)
+        size = operation.scratch_bytes(pack(0, 0))
         operation.check(max(0, -size))
         scratch = q.new_empty(size, dtype=torch.uint8)  # given back to the stream's pool behind the launch
-        arguments += end.pack(num_parts, deterministic, scratch.data_ptr(), size)
-        operation.launch(arguments, raw_stream(index))
+        operation.launch(pack(scratch.data_ptr(), size), raw_stream(index))
 
 
 def _rows(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -249,8 +231,7 @@ def describe() -> list[str]:
         return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
     lines = []
     for operation in found.values():
-        heads = sorted(f"{dtype} d{head_dim}" for dtype, head_dim in operation.heads)
-        heads = heads or [*sorted({kernel.dtype for kernel in operation.kernels}), "head_dim a multiple of 8"]
+        heads = [f"{dtype} d{head_dim or ' a multiple of 8'}" for dtype, head_dim in sorted(operation.heads)]
         lines.append(
             f"own CUDA kernels {operation.name}: {', '.join(heads)}; {operation.architectures}, nvcc "
             f"{operation.compiler}; {USES[operation.name]}, on each GPU of Ampere or later that passes a check at the "

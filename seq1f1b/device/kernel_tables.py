@@ -16,29 +16,22 @@ from typing import NamedTuple
 
 __all__: list[str] = []
 
-ABI = 1  # S1F_CUDA_ABI
+ABI = 2  # S1F_CUDA_ABI
 INVALID_VALUE = 1  # the cudaError_t of arguments that no kernel takes
 DTYPES = {2: "bfloat16", 3: "float16"}  # by number in dtype.h
 
-ATTENTION = struct.Struct("i6q 3P6q P3q P d q d Pq Pq P3q P3q 2P3q i 2P3q")  # s1f_cuda_attention
-ATTENTION_END = struct.Struct("2i P q")  # what s1f_cuda_attention_args has behind it
+ATTENTION = struct.Struct("i6q 3P6q P3q P d q d Pq P3q P3q 2P3q i 2P3q Pq")  # s1f_cuda_attention
 PARTS = struct.Struct(f"4i 5q {'P3q' * 12} 3P")  # s1f_attention_parts
-
-
-class Kernel(NamedTuple):
-    name: str
-    dtype: str  # "": of any
-    head_dim: int
-    products: int  # matrix products of a pair of tiles; 0: it has none
 
 
 class Operation(NamedTuple):
     """A launcher and its kernels.
 
     Attributes:
-        scratch_bytes: bytes of the device that a launch needs, by its arguments and the index of a kernel; minus the
-            error where it would fail.
-        call: launches on a stream, by arguments, index of a kernel (-1: the launcher chooses) and stream; the error.
+        heads: dtypes and head sizes that the kernels take; size 0 stands for any multiple of 8.
+        scratch_bytes: bytes of the device that a launch with these arguments needs; minus the error where it would
+            fail.
+        call: launches on a stream, by arguments and stream; the error.
         error_text: CUDA's words for an error.
     """
 
@@ -46,15 +39,14 @@ class Operation(NamedTuple):
     source: str  # sha256 of the code that it was compiled from, comments left out
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
-    kernels: tuple[Kernel, ...]
-    heads: frozenset[tuple[str, int]]  # dtypes and head sizes of the kernels
-    scratch_bytes: Callable[[bytes, int], int]
-    call: Callable[[bytes, int, int], int]
+    heads: frozenset[tuple[str, int]]
+    scratch_bytes: Callable[[bytes], int]
+    call: Callable[[bytes, int], int]
     error_text: Callable[[int], bytes]
 
     def launch(self, arguments: bytes, stream: int) -> None:
         """Raises ValueError where no kernel takes the arguments, RuntimeError where CUDA fails otherwise."""
-        self.check(self.call(arguments, -1, stream))
+        self.check(self.call(arguments, stream))
 
     def check(self, error: int) -> None:
         if error:
@@ -62,20 +54,17 @@ class Operation(NamedTuple):
             raise kind(f"CUDA error {error}: {self.error_text(error).decode()}")
 
 
-class _Kernel(ctypes.Structure):
-    _fields_ = [
-        ("name", c_char_p), ("dtype", c_int32), ("head_dim", c_int32), ("tile", c_int32 * 4), ("products", c_int32),
-        ("shared", c_int32 * 2),
-    ]  # fmt: skip
+class _Heads(ctypes.Structure):
+    _fields_ = [("dtype", c_int32), ("head_dim", c_int32)]
 
 
 class _Operation(ctypes.Structure):
     _fields_ = [
-        ("abi", c_int32), ("num_kernels", c_int32),
+        ("abi", c_int32), ("num_heads", c_int32),
         ("source", c_char_p), ("compiler", c_char_p), ("architectures", c_char_p),
-        ("kernels", POINTER(_Kernel)),
-        ("scratch_bytes", ctypes.CFUNCTYPE(c_int64, c_char_p, c_int32)),
-        ("launch", ctypes.CFUNCTYPE(c_int32, c_char_p, c_int32, c_void_p)),
+        ("heads", POINTER(_Heads)),
+        ("scratch_bytes", ctypes.CFUNCTYPE(c_int64, c_char_p)),
+        ("launch", ctypes.CFUNCTYPE(c_int32, c_char_p, c_void_p)),
         ("error_text", ctypes.CFUNCTYPE(c_char_p, c_int32)),
     ]  # fmt: skip
 
@@ -92,13 +81,6 @@ def find(path: Path, name: str) -> Operation:
         raise ValueError(
             f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again"
         )
-    kernels = [
-        Kernel(row.name.decode(), DTYPES.get(row.dtype, ""), row.head_dim, row.products)
-        for row in found.kernels[: found.num_kernels]
-    ]
     source, compiler, architectures = (text.decode() for text in (found.source, found.compiler, found.architectures))
-    heads = frozenset((kernel.dtype, kernel.head_dim) for kernel in kernels if kernel.head_dim)
-    return Operation(
-        name, source, compiler, architectures, tuple(kernels), heads, found.scratch_bytes, found.launch,
-        found.error_text,
-    )  # fmt: skip
+    heads = frozenset((DTYPES[row.dtype], row.head_dim) for row in found.heads[: found.num_heads])
+    return Operation(name, source, compiler, architectures, heads, found.scratch_bytes, found.launch, found.error_text)

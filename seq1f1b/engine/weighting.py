@@ -1,4 +1,4 @@
-"""How segments' losses make the losses of whole micro-batches, and their gradients.
+"""Weights of segments' losses in the losses of whole micro-batches, and in their gradients.
 
 A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
 share enters as the seed of the backward, so the graph is that of the plain loss.
@@ -56,7 +56,7 @@ class Weighting:
         self.weights = [alike] * len(self.rows)
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
-        """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
+        """Returns the gradients of an auxiliary loss of a unit's segment, and of its micro-batch's whole sequence."""
         weight, row = self.weights[unit.microbatch], self.rows[unit.microbatch]
         if self.options.loss.reduction == "sum":
             return (weight * self.options.sequence_parallel[1],) * 2
@@ -104,8 +104,7 @@ class Weighting:
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
-        """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
-        replicas."""
+        """Returns the factor for gradients of sums, once all segments' divisors are known. Collective over replicas."""
         if self.arguments.loss_weight is not None:
             return 1.0
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
@@ -121,7 +120,7 @@ class Weighting:
         return (divisor or 1.0) / total if total else 0.0
 
     def tell_of_counts(self, last: Any) -> None:
-        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        """Warns of means over unlike numbers of targets, for losses without a divisor."""
         options, arguments, counts = self.options, self.arguments, self._totals
         says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
@@ -146,14 +145,14 @@ def count_targets(
     count: Callable[[Any], float] | None,
     read: StepRead,
 ) -> list[list[float]]:
-    """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+    """Counts the targets of each [micro-batch][segment]: elements other than -100, or by ``count``.
 
     Args:
         whole: targets of the M micro-batches.
         rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
-        read: what is asked of the device, and read here.
+        read: requests for device values, read here.
     """
     asked: list[Any] = []
     for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
@@ -187,7 +186,7 @@ def count_targets(
 
 
 def count_default(target: Any) -> float:
-    """Targets of any part of a sequence: elements that are not -100."""
+    """Returns the number of targets in any part of a sequence: elements other than -100."""
     target = next(iter(tensors_of(target)), None)
     if target is None:
         return 1.0
@@ -217,7 +216,7 @@ def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows)
 
 
 def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
+    """Joins losses of segments (by cell) to losses of the M micro-batches; zero if nothing was counted.
 
     Args:
         rows: tokens of the segments of every micro-batch.
@@ -233,7 +232,7 @@ def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
-    """Makes the targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+    """Makes the targets of next-token prediction: position t gets token t + 1, the last position is ignored (-100).
 
     Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
 
@@ -241,7 +240,7 @@ def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None)
         tokens: integer tensor, for example (batch, sequence).
         dim: the sequence dimension.
         doc_ids: ids of packed documents, in the shape of ``tokens``. The last token of each document is ignored, too,
-            because the first token of another one follows it.
+            because the next document's first token follows it.
     """
     if tokens.is_floating_point() or tokens.dim() <= dim:
         raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")

@@ -31,7 +31,7 @@ TRANSPORTS = {
 
 @sendable
 class Edge(NamedTuple):
-    """A directed edge between two stages; there may be one of each channel (``csrc/core/unit.h``)."""
+    """A directed edge between two stages, at most one of each channel (``csrc/core/unit.h``)."""
 
     source: int
     destination: int
@@ -57,20 +57,20 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Tensors and others that hold the storage, without the object given."""
+    """Returns the number of tensors and other objects that hold the storage, without the given object."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def leave_place(views: Sequence[Tensor | None]) -> bool:
-    """Tensors over a place that will hold the next message get a copy, where somebody holds them beside the place.
+    """Copies tensors over a place that will hold the next message, if others still hold them.
 
-    Such are what a hook has kept, and a state that is a view of what the stage received. The copy takes the place of
-    their memory, so they, their views and graphs that saved them stay valid.
+    Hooks keep such tensors, and a state may be a view of a received tensor. The copy takes the place of their memory,
+    so they, their views and graphs that saved them stay valid.
 
     Args:
-        views: those that the place keeps of its message; None for a gradient that is none.
+        views: tensors that the place keeps of its message; None for a missing gradient.
     Returns:
-        Whether any has been copied: then the views are not over the place any more.
+        Whether any was copied: the views then no longer lie over the place.
     """
     found = False
     for view in views:
@@ -95,12 +95,12 @@ def leave_place(views: Sequence[Tensor | None]) -> bool:
 def place_views(
     end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
 ) -> tuple[list[Tensor | None], list[bool]]:
-    """Tensors over a message that has come, and which of them require grad; None for a gradient that is none.
+    """Returns tensors over a received message, and whether each requires grad; None for a missing gradient.
 
     Args:
         payload: address of the message's payload.
         tensors: (dtype code, flags, sizes, offset in the payload) of each.
-        gpu: on which the payload is; -1: host memory.
+        gpu: GPU with the payload; -1: host memory.
     """
     views = [
         None if flags & _C.TENSOR_NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)

@@ -11,19 +11,19 @@ __all__: list[str] = []
 
 
 def error_of(rank: int, text: str) -> _C.PipelineError:
-    """An error for which a rank is to blame."""
+    """Returns an error that blames a rank."""
     error = _C.PipelineError(text)
     error.rank = rank
     return error
 
 
 class Failure(NamedTuple):
-    """Why a step ended, or would not begin.
+    """The reason for which a step ended, or would not begin.
 
     Attributes:
-        rank: that is to blame; -1: nobody knows.
-        unit, edge: "" where unknown.
-        step: the first that it ends.
+        rank: the rank to blame; -1: unknown.
+        unit, edge: "" if unknown.
+        step: the first step that the failure ends.
     """
 
     rank: int
@@ -42,7 +42,7 @@ _TOLD = "_seq1f1b_told"  # an error that came out of a call of the engine, which
 
 
 def has_been_told(error: BaseException | None) -> bool:
-    """Whether an error came out of a call of the engine, or was raised while such a one was handled."""
+    """Returns whether an error came out of a call of the engine, or was raised while handling such an error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _TOLD):

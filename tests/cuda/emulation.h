@@ -111,11 +111,6 @@ inline chunk shared_load_16(uint32_t address)
     return emulation::shared_load<chunk>(address);
 }
 
-inline void shared_store_16(uint32_t address, const chunk &c)
-{
-    emulation::shared_store(address, c);
-}
-
 inline float_pair shared_load_pair(uint32_t address)
 {
     return emulation::shared_load<float_pair>(address);

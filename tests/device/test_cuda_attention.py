@@ -35,7 +35,7 @@ from seq1f1b.testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
 HEADS = [(4, 4), (4, 2), (4, 1)]
-WAYS = {"flash": torch.bfloat16, "efficient": torch.float32, "plain": torch.float64}
+WAYS = {"flash": torch.bfloat16, "plain": torch.float64}
 
 
 @pytest.fixture
@@ -73,11 +73,8 @@ def test_segments_equal_the_formula(
     whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout[0])
     check(whole, OPTIONS[name], qkv, dout[0])
     used = {call[0] for call in calls}
-    plain = name in ("softcap", "slopes", "slopes per batch", "all") or dtype == torch.float64
-    plain |= dtype == torch.float32 and name == "documents"
-    plain |= dtype == torch.float32 and name.startswith("window")
-    family = "_efficient" if dtype == torch.float32 else "_flash"
-    assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
+    plain = name in ("softcap", "slopes", "slopes per batch", "all") or dtype in (torch.float64, torch.float32)
+    assert used == (set() if plain else {"_flash_attention_forward", "_flash_attention_backward"})
 
 
 @pytest.mark.parametrize(
@@ -92,26 +89,9 @@ def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: tor
     qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     dout = random_qkv(4, 2, head_dim=v_head_dim, dtype=dtype, seed=1)[0]
     check(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], OPTIONS[name], qkv, dout)
-    plain = name == "all" or dtype == torch.float64
-    plain |= dtype == torch.float32 and (name == "window" or bool(head_dim % 4 or v_head_dim % 4))  # loads of 16 bytes
-    family = "_efficient" if dtype == torch.float32 else "_flash"
-    wanted = set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"}
+    plain = name == "all" or dtype in (torch.float64, torch.float32)
+    wanted = set() if plain else {"_flash_attention_forward", "_flash_attention_backward"}
     assert {call[0] for call in calls} == wanted
-
-
-@pytest.mark.parametrize("is_proven", [True, False])
-def test_float16_before_ampere(is_proven: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the efficient ops, in whole rows of 16 bytes, where these pass their check."""
-    monkeypatch.setattr(cuda_attention, "_has_flash", lambda device: False)
-    monkeypatch.setattr(cuda_attention, "_is_proven", lambda name, q, v_head_dim: is_proven)
-    for name, head_dim, v_head_dim in (("none", 8, 16), ("none", 8, 4), ("window", 8, 8)):
-        calls.clear()
-        given = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": torch.float16}
-        qkv, dout = random_qkv(4, 1, **given), random_qkv(4, 4, **given, seed=1)[2]
-        check(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], OPTIONS[name], qkv, dout)
-        used = {call[0] for call in calls}
-        by_ops = is_proven and name == "none" and v_head_dim == 16
-        assert used == ({"_efficient_attention_forward", "_efficient_attention_backward"} if by_ops else set())
 
 
 # -- cuDNN -----------------------------------------------------------------------------------------------------------
@@ -327,11 +307,10 @@ def test_any_strides(in_step: bool, calls: list[Call]) -> None:
 
 # By way and segment, launches of a forward and a backward of one layer: attention, attention_parts, and what of torch's
 # ops computes or copies. Over a prefix by cuDNN, forward: keys and values into the cache, two attention ops, merged;
-# backward: two ops, what each adds to dK and dV, and dQ. Efficient has two calls where others have one: two query heads
-# share one of keys.
+# backward: two ops, what each adds to dK and dV, and dQ.
 LAUNCHES = {
     ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 2),
-    ("window", 1): (2, 6), ("efficient", 1): (7, 21),
+    ("window", 1): (2, 6),
 }  # fmt: skip
 
 
@@ -343,10 +322,9 @@ def test_launches_are_few(way: str, segment: int, cudnn_calls: list[Call], monke
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
     step, layer, options = SimulatedStep([8, 8, 8]), layer_handle(0), {"window": 6} if way == "window" else {}
-    dtype = torch.float32 if way == "efficient" else torch.bfloat16
     outs: list[Tensor] = []
 
-    qkv = [t.transpose(1, 2) for t in random_qkv(4, 2, tokens=8, head_dim=8, dtype=dtype)]
+    qkv = [t.transpose(1, 2) for t in random_qkv(4, 2, tokens=8, head_dim=8, dtype=torch.bfloat16)]
     qkv = [t.contiguous().transpose(1, 2).requires_grad_() for t in qkv]
 
     def forward(s: int) -> None:
@@ -461,7 +439,6 @@ def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
         return found, {name: p.grad for name, p in engine.named_parameters()}
 
     results = run_ranks(num_ranks, rank)
-    assert any(call[0] == "_efficient_attention_backward" for call in calls)
     torch.testing.assert_close(torch.stack(results[-1][0]).double(), torch.stack(losses), rtol=1e-6, atol=1e-6)
     assert gradient_error({name: g for _, grads in results for name, g in grads.items()}, truth) < 1e-5
 

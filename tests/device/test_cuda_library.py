@@ -7,11 +7,11 @@ launch on a machine without a GPU is looked at too.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,11 +23,11 @@ from torch import Tensor
 from seq1f1b import proof
 from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
-
-import sass
-
 ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("seq1f1b_setup", ROOT / "setup.py")
+assert spec is not None and spec.loader is not None
+setup = importlib.util.module_from_spec(spec)  # it knows how the kernels are compiled
+spec.loader.exec_module(setup)
 ABI = int(re.findall(r"#define S1F_CUDA_ABI (\d+)", (ROOT / "kernels/cuda/kernel_table.h").read_text())[0])
 
 
@@ -56,10 +56,8 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
     return torch.zeros(2, 4, 5, head_dim, dtype=dtype)
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_timed: bool = True, is_faster: bool = True) -> None:
-    """CPU tensors stand for those of a GPU on which every kernel proves itself, and was timed perhaps."""
-    faster = {("attention_forward", "bfloat16", 64)} if is_faster else set()
-    monkeypatch.setattr(kernel_library, "TIMED", {"sm_00": faster} if is_timed else {"sm_90": faster})
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for those of a GPU on which every kernel proves itself."""
     monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(""))
     monkeypatch.setattr(kernel_library, "can_run", lambda device: True)
     monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
@@ -68,29 +66,36 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_timed: bool = True, is_faster: 
 # -- which kernel ----------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_takes_what_flash_does_not_and_what_it_is_faster_at(
-    stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Matrix products, which are there for the rest, are several times slower. Where cuDNN takes a call, which is the
-    fastest, ours never does."""
+def test_kernels_take_documents_and_soft_caps(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's flash op or cuDNN takes a call, ours do not."""
+    on_a_gpu(monkeypatch)
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
     options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
     of_documents = options._replace(docs=docs, key_docs=docs)
-    for is_timed, is_faster in ((True, True), (True, False), (False, True)):
-        on_a_gpu(monkeypatch, is_timed, is_faster)
-        assert cuda_attention.way(queries(), 64, options._replace(softcap=20.0)) == "own"
-        assert cuda_attention.way(queries(), 64, of_documents) == ("own" if is_timed else "documents")
-        ours = "own" if is_timed and is_faster else "flash"
-        assert cuda_attention.way(queries(), 64, options) == ours
-        assert cuda_attention.way(queries(torch.float16, 128), 128, options) == "flash"
-        with monkeypatch.context() as patch:
-            patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
-            assert cuda_attention.way(queries(), 64, options) == "cudnn"
-            assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
-            patch.setattr(kernel_library, "preferred", "own")
-            assert cuda_attention.way(queries(), 64, options) == "own"
-            patch.setattr(kernel_library, "preferred", "library")
-            assert cuda_attention.way(queries(), 64, options._replace(window=3)) == "flash"
+    assert cuda_attention.way(queries(), 64, options._replace(softcap=20.0)) == "own"
+    assert cuda_attention.way(queries(), 64, of_documents) == "own"
+    assert cuda_attention.way(queries(head_dim=96), 96, of_documents) == "documents"
+    assert cuda_attention.way(queries(), 64, options._replace(window=3)) == "flash"
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
+    assert cuda_attention.way(queries(), 64, options) == "cudnn"
+    monkeypatch.setattr(kernel_library, "preferred", "own")
+    assert cuda_attention.way(queries(), 64, options) == "own"
+    monkeypatch.setattr(kernel_library, "preferred", "library")
+    assert cuda_attention.way(queries(), 64, of_documents) == "documents"
+
+
+def test_where_torch_is_deterministic_no_backward_of_ours_runs(
+    stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    (found,) = kernel_library.operations().values()
+    monkeypatch.setattr(kernel_library, "_usable", lambda path: dict.fromkeys(kernel_library.ATTENTION, found))
+    torch.use_deterministic_algorithms(True)
+    try:
+        chosen = [kernel_library.choose(name, queries()) for name in kernel_library.ATTENTION]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen == [found, None]
 
 
 def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +109,7 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
     for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
         assert cuda_attention.way(queries(), 64, other) != "own"
     assert cuda_attention.way(queries(), 32, options) == "flash"
-    assert cuda_attention.way(queries(torch.float32), 64, options) == "efficient"
+    assert cuda_attention.way(queries(torch.float32), 64, options) == "plain"
 
     monkeypatch.setattr(kernel_library, "preferred", "mine")
     with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
@@ -114,7 +119,6 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     on_a_gpu(monkeypatch)
-    assert not kernel_library.is_faster("attention_forward", queries())
     assert "not built (no nvcc at installation" in kernel_library.describe()[0]
     monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
@@ -123,7 +127,7 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
     (line,) = kernel_library.describe()
-    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; for soft caps" in line
+    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; for documents and soft caps" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
 
 
@@ -173,7 +177,7 @@ def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
-        launch(num_parts=35)
+        launch(window=35)
     with pytest.raises(ValueError, match="CUDA error 1: bad value"):
         launch(torch.float16, 128)
 
@@ -187,31 +191,10 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
         kernel_tables.find(build(version=ABI + 1), "attention_forward")
 
 
-# -- what was timed ---------------------------------------------------------------------------------------------------
-
-TIMED = {
-    "attention_forward": "30cc84d331cd6ead8243a0a7b172b0992b8acbb52f04f7f84da1506b86526602",
-    "attention_backward": "92805b7b85528975a2b245e260c4aff0b187b4ace64111b87fc24d6637d374c2",
-}
-
-
-def test_every_operation_is_known() -> None:
-    assert sorted(map(sass.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
-
-
-def test_the_sources_at_hand_are_those_that_were_timed() -> None:
-    """A kernel that was changed since may be slow: time it again on a GPU, and write here of what, or leave the
-    architectures of kernel_library.TIMED out."""
-    setup = sass.load_setup()
-    sources = {sass.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
-    assert {name: sources[name] for name in kernel_library.ATTENTION} == TIMED
-
-
 # -- how it is built -------------------------------------------------------------------------------------------------
 
 
 def test_a_compiler_that_fails_is_no_obstacle_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = sass.load_setup()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
@@ -257,8 +240,8 @@ def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) 
 
 
 def test_it_is_of_the_sources_at_hand(built: Path) -> None:
-    setup = sass.load_setup()
-    sources = {sass.operation_of(source): source for source in setup.cuda_sources()}
+    sources = {re.sub(r"^sm\d+_", "", Path(source).stem): source for source in setup.cuda_sources()}
+    assert sorted(sources) == sorted(kernel_library.OPERATIONS)
     for name, operation in kernel_library.operations().items():
         assert operation.source == setup.cuda_source_hash(sources[name]), "build it again"
         assert operation.architectures == "sm_80 sm_90 compute_80"

@@ -28,7 +28,7 @@ from seq1f1b.device import attention_calls, attention_parts, cuda_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
-FLASH, CUDNN, EFFICIENT = "_flash_attention", "_scaled_dot_product_cudnn_attention", "_efficient_attention"
+FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 BY_DISTANCE = ("window", "window of 1", "slopes", "slopes per batch", "all")  # siblings refuse them
 HEADS = [(4, 4), (4, 2), (4, 1)]
@@ -68,9 +68,8 @@ def test_units_equal_paths(name: str, dtype: torch.dtype, calls: list[Call]) -> 
         found = run(seed, name, dtype)
         assert max(found) < LIMITS[dtype], (seed, found)
     is_flash = dtype == torch.bfloat16 and name in ("none", "scale", "window", "window of 1", "sinks")
-    is_efficient = dtype == torch.float32 and name in ("none", "scale", "sinks")
     used = {call[0].split("_attention")[0] for call in calls}
-    assert used == ({"_flash"} if is_flash else {"_efficient"} if is_efficient else set())
+    assert used == ({"_flash"} if is_flash else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -173,12 +172,11 @@ def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
     assert sorted((address - first) // (8 * 2) for *_, address in calls) == [0, 16, 32]  # rows of 8 in 16 bits
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_range_with_the_own_keys_is_one_call(dtype: torch.dtype, calls: list[Call]) -> None:
+def test_a_range_with_the_own_keys_is_one_call(calls: list[Call]) -> None:
     """A chain that lies elsewhere in the slab is no worse off forward than one in the first rows; a range apart is one
     call more."""
     step = SimulatedStep([4, 5, 6], parents=[-1, 0, 1], rows=[20, 2, 7], num_rows=30)
-    qkv = random_qkv(2, 2, tokens=15, head_dim=8, dtype=dtype)
+    qkv = random_qkv(2, 2, tokens=15, head_dim=8, dtype=torch.bfloat16)
     for s, lengths in enumerate(([4], [5, 4], [11, 4])):
         calls.clear()
         with step.unit("F", 0, s), torch.no_grad():
@@ -229,11 +227,10 @@ def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
 
 
 def prove(name: str, head_dim: int = 64, v_head_dim: int = 64) -> None:
-    dtype = torch.float16 if name == "efficient" else torch.bfloat16
-    cuda_attention.prove(name, proof.Use("", dtype, head_dim, v_head_dim, torch.device("cpu")))
+    cuda_attention.prove(name, proof.Use("", torch.bfloat16, head_dim, v_head_dim, torch.device("cpu")))
 
 
-FAMILIES = {"flash": FLASH, "cudnn": CUDNN, "documents": FLASH, "efficient": EFFICIENT}
+FAMILIES = {"flash": FLASH, "cudnn": CUDNN, "documents": FLASH}
 
 
 def test_ways_pass_their_check(calls: list[Call]) -> None:
@@ -274,10 +271,6 @@ def of_result(index: int, change: Callable[..., Any]) -> Fault:
     return of
 
 
-def of_scale(whole: Op) -> Op:
-    return lambda *a, scale, **options: whole(*a, scale=1.03 * scale, **options)
-
-
 def of_mask(change: Callable[[Tensor], Tensor]) -> Fault:
     """Changes the answer by the keys that a query sees, where these are not all."""
     return lambda whole: lambda *a: seen if (seen := whole(*a)).all() else change(seen)
@@ -296,11 +289,6 @@ def first_of_each_group(index: int) -> Fault:
         return call
 
     return of
-
-
-def rows_of_a_tile(t: Tensor, *a: Any) -> Tensor:
-    """Zeros in rows from 64 on."""
-    return torch.where(torch.arange(t.shape[2])[:, None] < 64, t, 0.0)
 
 
 def in_padded_sums(whole: Op) -> Op:
@@ -351,28 +339,17 @@ def nan_behind_whole_tiles(dq: Tensor, *a: Any) -> Tensor:
     return nan_of_small_sums(dq, *a) if a[2].shape[2] % 128 == 64 and not a[14] else dq
 
 
-FAULTS: dict[str, tuple[str, str, Fault]] = {  # of a library: what our own code gets wrong, tests above see
-    "cuDNN: another scale": ("cudnn", CUDNN, of_scale),
-    "cuDNN: another scale backward": ("cudnn", f"{CUDNN}_backward", of_scale),
+FAULTS: dict[str, tuple[str, str, Fault]] = {  # of a library, beside those that test_kernel_proof.py plants
     "cuDNN: no mask": ("cudnn", CUDNN, of_argument(6, lambda is_causal: False)),
     "cuDNN: no mask backward": ("cudnn", f"{CUDNN}_backward", of_argument(14, lambda is_causal: False)),
     "cuDNN: a key too many": ("cudnn", "_check_cudnn", of_mask(lambda seen: seen | seen.roll(1, 1))),
-    "cuDNN: a key too few": ("cudnn", "_check_cudnn", of_mask(lambda seen: (seen & seen.roll(-1, 1)) | seen.all(0))),
     "cuDNN: all keys before the segment left out": (
         "cudnn", CUDNN, of_result(1, lambda lse, *a: lse if len(a) > 6 and a[6] else lse - math.inf)
     ),
-    "cuDNN: lse of base 2": ("cudnn", CUDNN, of_result(1, lambda lse, *a: lse / math.log(2))),
-    "cuDNN: lse without the scale": ("cudnn", CUDNN, of_result(1, lambda lse, *a: lse * a[0].shape[3] ** 0.5)),
     "cuDNN: heads of keys swapped": ("cudnn", CUDNN, of_argument(1, lambda k: k.flip(1))),
-    "cuDNN: queries behind a tile left out": ("cudnn", CUDNN, of_result(0, rows_of_a_tile)),
     "cuDNN: dq of small sums NaN": ("cudnn", f"{CUDNN}_backward", of_result(0, nan_of_small_sums)),
-    "cuDNN: dk of another head": ("cudnn", f"{CUDNN}_backward", of_result(1, lambda dk, *a: dk.flip(1))),
     "cuDNN: dk of one query head of a group": ("cudnn", f"{CUDNN}_backward", first_of_each_group(1)),
-    "cuDNN: dv of one query head of a group": ("cudnn", f"{CUDNN}_backward", first_of_each_group(2)),
-    "cuDNN: dq without the scale": ("cudnn", f"{CUDNN}_backward", of_result(0, lambda dq, *a: 8 * dq)),
     "cuDNN: gradients without dout out": ("cudnn", f"{CUDNN}_backward", of_argument(4, torch.zeros_like)),
-    "cuDNN: weights too large by 5 %": ("cudnn", f"{CUDNN}_backward", of_argument(5, lambda lse: lse - 0.05)),
-    "cuDNN: dout behind a tile left out": ("cudnn", f"{CUDNN}_backward", of_argument(0, rows_of_a_tile)),
     "documents: sums padded": ("documents", f"{FLASH}_forward", in_padded_sums),
     "documents: causal from the top left": ("documents", f"{FLASH}_forward", causal_from_the_top),
     "documents: as one": ("documents", f"{FLASH}_forward", as_one_sequence),
@@ -380,8 +357,6 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {  # of a library: what our own code
     "flash: siblings see each other": ("flash", f"{FLASH}_forward", as_one_sequence),
     "flash: no window": ("flash", f"{FLASH}_forward", without_a_window),
     "flash: no window backward": ("flash", f"{FLASH}_backward", without_a_window),
-    "efficient: another mask": ("efficient", f"{EFFICIENT}_forward", of_argument(9, lambda mask: min(mask, 1))),
-    "efficient: no mask backward": ("efficient", f"{EFFICIENT}_backward", of_argument(14, lambda mask: 0)),
 }  # fmt: skip
 
 
@@ -407,7 +382,7 @@ def test_the_check_finds_every_planted_fault(calls: list[Call], monkeypatch: pyt
                     found[name] = str(error).splitlines()[0]
     print(*(f"{name}: {found.get(name, 'not found')}" for name in FAULTS), sep="\n")
     print(f"found: {len(found)} of {len(FAULTS)} planted faults")
-    assert found.keys() == FAULTS.keys() and len(FAULTS) >= 20
+    assert found.keys() == FAULTS.keys()
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
 assert spec is not None and spec.loader is not None
@@ -78,28 +76,6 @@ def test_an_unknown_stage_is_named() -> None:
 
 def case(stage: str, name: str, **figures: Any) -> dict[str, Any]:
     return {"stage": stage, "case": name, "state": "passed", **figures}
-
-
-def shape(name: str, own: float | None, theirs: float) -> dict[str, Any]:
-    rates = {"torch's flash op forward": f"1.0 ms {theirs} TFLOP/s"}
-    return case("attention", name, **rates, **({} if own is None else {"own forward": f"1.0 ms {own} TFLOP/s"}))
-
-
-@pytest.mark.parametrize(
-    ("rates", "row"),
-    [
-        ([(300, 200), (180, 200)], "'sm_90': {('attention_forward', 'bfloat16', 128)}"),
-        ([(300, 200), (160, 200)], "'sm_90': set()"),  # below 0.85 in one
-        ([(150, 200), (200, 200)], "'sm_90': set()"),
-        ([(300, 200), (None, 200)], "'sm_90': set()"),
-        ([(None, 200), (None, 200)], ""),
-    ],
-)
-def test_a_kernel_that_is_slow_somewhere_is_not_the_faster_one(
-    rates: list[tuple[float | None, float]], row: str
-) -> None:
-    shapes = [shape(f"32/8 heads of 128, 4096 tokens of {4096 * i}", *both) for i, both in enumerate(rates)]
-    assert gpu.timed_row([case("doctor", "device", architecture="sm_90"), *shapes]) == row
 
 
 def arm(name: str, ms: float) -> dict[str, Any]:

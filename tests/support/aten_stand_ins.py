@@ -160,52 +160,6 @@ def _flash_backward(
     return grads
 
 
-def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
-    """0: all; 1: causal from the top left; 2: from the bottom right."""
-    shift = {0: k.shape[1], 1: 0, 2: k.shape[1] - q.shape[1]}[custom_mask_type]
-    return torch.arange(k.shape[1])[None, :] <= torch.arange(q.shape[1])[:, None] + shift
-
-
-def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
-    assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype
-    assert q.dtype in (torch.float32, torch.float16) and all(argument is None for argument in absent)
-    assert all(t.shape[3] * t.element_size() % 16 == 0 for t in (q, v))
-    assert q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]  # v may be of another head size
-    _check_rows(q, k, v)
-
-
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
-    max_seqlen_k: Any, dropout_p: float, custom_mask_type: int, compute_log_sumexp: bool = False, *,
-    scale: float | None = None, seqlen_k: Any = None, window_size: Any = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    _check_efficient(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlen_k, window_size)
-    assert dropout_p == 0.0 and compute_log_sumexp
-    seen = _efficient_mask(q, k, custom_mask_type)
-    out, lse = _forward(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale)
-    padded = torch.full((*lse.shape[:2], (q.shape[1] + 31) // 32 * 32), math.inf)
-    padded[:, :, : q.shape[1]] = lse
-    state = torch.empty((), dtype=torch.int64)
-    return out.to(q.dtype).contiguous(), padded, state, state.clone(), q.shape[1], k.shape[1]
-
-
-def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any,
-    max_seqlen_q: int, max_seqlen_k: int, lse: Tensor, dropout_p: float, philox_seed: Tensor, philox_offset: Tensor,
-    custom_mask_type: int, bias_requires_grad: bool, *, scale: float | None = None, num_splits_key: Any = None,
-    window_size: Any = None, shared_storage_dqdkdv: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    _check_efficient(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, num_splits_key, window_size)
-    assert (max_seqlen_q, max_seqlen_k, dropout_p) == (q.shape[1], k.shape[1], 0.0) and not bias_requires_grad
-    assert out.is_contiguous() and out.shape == (*q.shape[:3], v.shape[3])  # it is not told the stride along the tokens
-    assert lse.shape == (q.shape[0], q.shape[2], (q.shape[1] + 31) // 32 * 32) and lse.is_contiguous()
-    assert torch.isposinf(lse[:, :, q.shape[1] :]).all()
-    seen = _efficient_mask(q, k, custom_mask_type)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    dq, dk, dv = _backward(dout, q, k, v, out, lse[:, :, : q.shape[1]], seen, scale)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), torch.empty(0)
-
-
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *absent: Any) -> Tensor:
     """Which keys a query sees: causal from the top left."""
     assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
@@ -252,8 +206,6 @@ def _cudnn_backward(
 _OPS = {
     "_flash_attention_forward": _flash_forward,
     "_flash_attention_backward": _flash_backward,
-    "_efficient_attention_forward": _efficient_forward,
-    "_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention": _cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
 }

@@ -62,7 +62,7 @@ def emulated_kernels(library: Path, shared_limit: int = SHARED_163_KB) -> Iterat
     launched: list[str] = []
 
     def with_records(operation: Operation) -> Operation:
-        def call(arguments: bytes, kernel: int, stream: int) -> int:
+        def call(arguments: bytes, stream: int) -> int:
             if operation.name == kernel_library.PARTS:
                 launched.append(attention_parts.WHATS[struct.unpack_from("i", arguments)[0]])
             else:
@@ -70,7 +70,7 @@ def emulated_kernels(library: Path, shared_limit: int = SHARED_163_KB) -> Iterat
                 scratch, size = struct.unpack("Pq", arguments[-16:])
                 ctypes.memset(scratch, 0xFF, size)
             emulated.s1f_emulation_reset(ctypes.c_uint64(len(launched)))
-            error = operation.call(arguments, kernel, stream)
+            error = operation.call(arguments, stream)
             assert not (text := emulated.s1f_emulation_error()), text.decode()
             return error
 
