@@ -16,7 +16,6 @@ from seq1f1b.transport import RankGroup
 
 class StandInEdges(DeviceEdges):
     proof_bytes = (1 << 16) - 1
-    room = 1 << 30  # bytes
 
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
@@ -43,9 +42,6 @@ class StandInEdges(DeviceEdges):
 
     def warm(self) -> None:
         """Nothing: kernels are torch's on the CPU."""
-
-    def free_bytes(self) -> int:
-        return self.room
 
     def place_views(self) -> Any:
         return self.group.place_views
