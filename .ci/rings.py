@@ -70,9 +70,9 @@ SMOKE = (
 # What the core changes needs all.
 STAGES = {
     "gpu": ("c", "cuda", "gpu", "lint", "sanitizers"),
-    "planner": ("exact", "examples", "lint"),
+    "planner": ("exact", "examples", "lint", "slow"),
     "hf": ("lint", "transformers"),
-    "all": ("c", "cuda", "exact", "examples", "gpu", "isa", "lint", "sanitizers", "torchtitan",
+    "all": ("c", "cuda", "exact", "examples", "gpu", "isa", "lint", "sanitizers", "slow", "torchtitan",
             "transformers", "wheel"),
 }  # fmt: skip
 

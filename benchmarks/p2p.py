@@ -23,7 +23,7 @@ from common import header, spawn
 from core_extension import core
 
 from seq1f1b import transport
-from seq1f1b.transport.group import place_tensor
+from seq1f1b.transport.edges import place_tensor
 
 SPIN_US = 1e6
 WARM_UP = 3

@@ -1,6 +1,6 @@
 """Sequence-level one-forward-one-backward pipeline parallelism (Seq1F1B, arXiv:2406.03488).
 
-Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import it when they are first used.
+Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import torch at their first use.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from seq1f1b.attention.causal import causal_attention, layer_handle, positions, token_offset
     from seq1f1b.attention.packing import document_starts, pack_documents
     from seq1f1b.attention.ulysses import ulysses_attention
-    from seq1f1b.checks.verify import Verification
-    from seq1f1b.checks.verify_stage import verify_stage
+    from seq1f1b.checks.verify import Verification, verify_stage
     from seq1f1b.engine.engine import PipelineEngine
     from seq1f1b.engine.findings import SegmentWarning
     from seq1f1b.engine.options import Limits, Loss, Memory
@@ -105,7 +104,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "split": "seq1f1b.adapters.chain",
     "token_offset": "seq1f1b.attention.causal",
     "ulysses_attention": "seq1f1b.attention.ulysses",
-    "verify_stage": "seq1f1b.checks.verify_stage",
+    "verify_stage": "seq1f1b.checks.verify",
 }
 
 

@@ -1,6 +1,6 @@
-"""Functions and classes of higher rooms that a lower one asks for: attention for GPUs; for the engine, checks, reports.
+"""Functions and classes of higher rooms for a lower one: attention for GPUs; checks and reports for the engine.
 
-A room imports none of those above it. What it asks of them stands here by name, and is loaded at the first question.
+A room imports none of the rooms above it. The names of what it needs from them stand here; the first use loads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACES = {
 
 
 def above(name: str) -> Any:
-    """The class, function or module of this name."""
+    """Returns the class, function or module of this name."""
     module, _, attribute = _PLACES[name].partition(":")
     found = import_module(f"seq1f1b.{module}")
     return getattr(found, attribute) if attribute else found

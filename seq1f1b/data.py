@@ -33,12 +33,11 @@ class PlannedStep:
     """One step of one replica.
 
     Attributes:
-        documents: numbers of this replica's documents; ``plan.join`` takes what they hold in this order.
-        plan: rows, segments and order: what ``engine.step(plan=)`` takes.
-        tokens: of the step's documents on all replicas: what ``engine.step(loss_weight=)`` takes where every token has
-            a target.
+        documents: numbers of the replica's documents; ``plan.join`` takes their tokens or labels in this order.
+        plan: rows, segments and order, for ``engine.step(plan=)``.
+        tokens: of the step's documents on all replicas, for ``engine.step(loss_weight=)`` if every token has a target.
         epoch: of the step's documents, from 0.
-        step: how many steps came before it, over all epochs.
+        step: number of earlier steps, over all epochs.
     """
 
     documents: tuple[int, ...]
@@ -49,32 +48,37 @@ class PlannedStep:
 
 
 class DocumentBatches(Sampler[PlannedStep]):
-    """Planned steps over documents of any length. Iterating gives the steps that are left of an epoch.
+    """Planned steps over documents of any length. Iterating gives the remaining steps of an epoch.
 
-    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes the next ones, as
-    many as its tokens allow, and shares them among the replicas of data parallelism by their work. So the documents of
-    every step are the same whatever the number of ranks and replicas. The next step is planned on a thread while
-    this one trains. Give it to a ``DataLoader(sampler=..., batch_size=None)`` or iterate it; every rank makes its own.
+    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes the next
+    documents, as many as its tokens allow, and shares them among the replicas of data parallelism by their work. So the
+    documents of every step do not depend on the number of ranks and replicas. A thread plans the next step during the
+    current one. Give the sampler to a ``DataLoader(sampler=..., batch_size=None)`` or iterate it; every rank makes its
+    own.
 
     Args:
         lengths: tokens of each document of the data; or trees: ``PrefixTrees.shapes``; or both mixed.
         cost: of the model on a machine, for the pipeline of one replica.
-        tokens_per_step: of all replicas together; a step of fewer comes where the next document is too long for the
-            rest, and at an epoch's end.
-        seed: of the order of documents. None: they come as they are.
+        tokens_per_step: of all replicas together; a step holds fewer if the next document is too long for the rest, and
+            at an epoch's end.
+        seed: of the order of documents. None: the order of ``lengths``.
         replica, num_replicas: of data parallelism.
-        drop_last: leaves out the last step of every epoch, which may be a small one.
-        engine: the engine that runs the steps, in their order. Its units are measured in the first steps, which have
-            units of several lengths, and the steps after them are planned by what units took, so that ``cost`` needs no
-            profile. All ranks iterate alike, in the threads that train; steps may be asked for ahead.
+        drop_last: leaves out the last step of every epoch, which may be small.
+        engine: the engine that runs the steps, in their order. Its units are measured in the first steps, with units of
+            several lengths, and later steps are planned by these times, so ``cost`` needs no profile. All ranks iterate
+            alike, in the training threads; steps may be asked for ahead.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
-        ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
-            the least ``tokens_per_step``; there are no documents; a number is out of range. While iterating: what
-            ``plan_step`` refuses, a last step of fewer documents than replicas, and an epoch without a step.
+        ValueError: a document is empty, or so long that a step of one document for each replica exceeds its tokens: the
+            error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
+            range.
+            While iterating: an argument that ``plan_step`` refuses, a last step of fewer documents than replicas, and
+                an
+            epoch without a step.
 
     Attributes:
-        cost: by which the next steps are planned: the one given, or, once an engine's units are measured, theirs.
+        cost: costs by which the next steps are planned: the given ones, or, once an engine's units are measured,
+            theirs.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._begin = 0  # documents of this epoch that were handed out
 
     def __iter__(self) -> Iterator[PlannedStep]:
-        """The steps that are left of this epoch; afterwards, those of the next."""
+        """Yields the remaining steps of this epoch; the next iteration begins the next epoch."""
         epoch, order = self.epoch, self._order(self.epoch)
         spans = list(pairwise([self._begin, *self._ends(order, self._begin)]))
         if not spans:
@@ -151,14 +155,14 @@ class DocumentBatches(Sampler[PlannedStep]):
                 self._look(self._engine)
 
     def __len__(self) -> int:
-        """Steps that are left of this epoch."""
+        """Returns the number of remaining steps of this epoch."""
         return len(self._ends(self._order(self.epoch), self._begin))
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the sampler after the steps that were handed out: plain numbers and texts.
+        """Returns the sampler's position after the steps handed out: plain numbers and texts.
 
-        It does not depend on ranks or replicas. A DataLoader with workers takes steps ahead of training: take the state
-        without one, or from a step's own numbers.
+        The state does not depend on ranks or replicas. A DataLoader with workers takes steps ahead of training: take
+        the state without workers, or from a step's own numbers.
         """
         return {
             "format": _FORMAT,
@@ -173,10 +177,10 @@ class DocumentBatches(Sampler[PlannedStep]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken, on any number of ranks and replicas.
+        """Continues from a saved position, on any number of ranks and replicas.
 
         Raises:
-            ValueError: it is of other documents, another seed or other tokens of a step, or no such state.
+            ValueError: the state is of other documents, another seed or other tokens of a step, or no such state.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own) or state["format"] != _FORMAT:
@@ -195,7 +199,6 @@ class DocumentBatches(Sampler[PlannedStep]):
         self.epoch, self._begin, self.steps = state["epoch"], state["begin"], state["steps"]
 
     def _order(self, epoch: int) -> list[int]:
-        """The documents of an epoch."""
         if self._seed is None:
             return list(range(len(self._lengths)))
         mixed = int(hashlib.sha256(f"{self._seed} {epoch}".encode()).hexdigest()[:15], 16)
@@ -203,7 +206,6 @@ class DocumentBatches(Sampler[PlannedStep]):
         return list(torch.randperm(len(self._lengths), generator=generator, device="cpu").tolist())
 
     def _ends(self, order: Sequence[int], begin: int) -> list[int]:
-        """Ends of an epoch's steps, in places of its order; the first of them begins at ``begin``."""
         ends, tokens = [], 0
         for place in range(begin, len(order)):
             length = self._lengths[order[place]]
@@ -214,7 +216,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         return ends if self._drop_last else [*ends, len(order)]
 
     def _look(self, engine: PipelineEngine) -> None:
-        """Measures the units of the step that has run last, until there are enough of them."""
+        """Measures the units of the last step, until enough steps are measured."""
         if self._looks >= len(_SCALES) or engine._runner.last_step is None:  # steps are asked for ahead
             return
         if engine._pipeline.thread != threading.get_ident():
@@ -238,7 +240,7 @@ class DocumentBatches(Sampler[PlannedStep]):
             self.cost = self._given.measured({tuple(key): Fit(*each) for key, each in terms})
 
     def _ask(self, documents: Sequence[int]) -> tuple[Any, ...]:
-        """A call of :meth:`_plan`, with the costs of this moment: they change between two steps, alike on all ranks."""
+        """Returns a call of :meth:`_plan` with the current costs: they change between two steps, alike on all ranks."""
         options = self._options
         if self._engine is not None and self._looks < len(_SCALES) and self._unit and "unit_tokens" not in options:
             scale = (*_SCALES, 1.0)[self._looks + 1]
@@ -248,7 +250,6 @@ class DocumentBatches(Sampler[PlannedStep]):
     def _plan(
         self, documents: Sequence[int], cost: CostModel, options: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], StepPlan]:
-        """This replica's documents of a step, and their plan."""
         lengths = [self._documents[i] for i in documents]
         if self._num_replicas > 1:
             if len(documents) < self._num_replicas:
@@ -262,7 +263,6 @@ class DocumentBatches(Sampler[PlannedStep]):
 
 
 def _is_of(report: PipelineReport, plan: StepPlan) -> bool:
-    """Whether the report is of a training step of this plan."""
     cells = {(m, s) for m, row in enumerate(plan.costs.rows) for s in range(len(row.sizes))}
     return all(
         rank.training

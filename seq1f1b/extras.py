@@ -1,4 +1,4 @@
-"""Extras of this package, and the error of a user who has not installed one."""
+"""Extras of this package, and the error for a missing extra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["needs_extra", "torch_remedy"]
 
 @contextmanager
 def needs_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Imports in the block that miss one of the packages end with an error of the same type that names the extra."""
+    """Makes imports in the block that miss one of the packages name the extra, in an error of the same type."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -23,7 +23,7 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
 
 
 def torch_remedy() -> str:
-    """How to install a torch that this package takes."""
+    """Returns the command that installs a supported torch."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:

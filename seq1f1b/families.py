@@ -1,4 +1,4 @@
-"""The named ways to order units; ``csrc/schedules`` builds them."""
+"""Families of orders by name; ``csrc/schedules`` builds them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Family:
     """A named way to order units.
 
     Attributes:
-        name: as :func:`seq1f1b.build_schedule` takes it.
+        name: name for :func:`seq1f1b.build_schedule`.
         description, source: one line each.
         validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
-        stages_per_rank: least v that it builds.
-        options: names of the options that it takes.
+        stages_per_rank: least v.
+        options: names of its options.
         splits_backward: whether its orders have I and W, unless an option says otherwise.
-        has_segments: whether its source cuts micro-batches into segments; the others are drawn and compared with whole
-            ones.
+        has_segments: whether its source cuts micro-batches into segments; other families are drawn and compared with
+            whole micro-batches.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Family:
         stages_per_rank: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The rule that these counts and options break, None where the schedule can be built.
+        """Returns the rule that these counts and options break; None if the schedule can be built.
 
         Raises:
-            ValueError: a count below 1, an option that the family does not take.
+            ValueError: a count below 1, an option of another family.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
         return _C.schedule_broken_rule(*self.request(counts, options or {}))
@@ -119,7 +119,7 @@ def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: t
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
+    """Returns every family of :func:`seq1f1b.build_schedule`, with its facts."""
     return tuple(Family(*facts) for facts in _C.schedule_families())
 
 
@@ -128,12 +128,11 @@ OPTION_KINDS = {name: kind for name, kind, _, _ in _C.FAMILY_OPTIONS}
 
 
 def schedules() -> tuple[str, ...]:
-    """Names that :func:`build_schedule` takes."""
+    """Returns the names for :func:`build_schedule`."""
     return tuple(family.name for family in families())
 
 
 def _parents_of_all(num_microbatches: int, segments: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
-    """The parents of all segments, those of micro-batches that are chains written out."""
     if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
         raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
     rows = list(segments) if hasattr(segments, "__len__") else [segments] * num_microbatches

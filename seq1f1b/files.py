@@ -1,4 +1,4 @@
-"""Files of ours: written whole or not at all, and read back with errors that name the file."""
+"""Files of this package: written whole or not at all, and read back with errors that name the file."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file under a temporary name beside it and renames it: whole, or as it was before. Its mode stays.
+    """Writes a file under a temporary name beside it and renames it: the file is new or unchanged. Its mode stays.
 
-    What is no file, a pipe or a terminal for instance, is written as it comes.
+    A pipe, a terminal or any other special file is written directly.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -52,9 +52,9 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Gives a file that will be renamed to ``target`` the mode of what is there.
+    """Gives a file that will be renamed to ``target`` the mode of the existing target.
 
-    If nothing is, the mode is that of any new file in its folder: what wrote it may have made it for its owner alone,
+    Without one, the mode is that of any new file in its folder: the writer may have made the file for its owner alone,
     as safetensors does.
     """
     if os.path.isfile(target):
@@ -73,9 +73,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def no_room(error: BaseException) -> str | None:
-    """The system's words if a file could not be written for want of room; None if the cause is another.
+    """Returns the system's words if a file could not be written for want of room; None for any other cause.
 
-    It looks at what the error was raised from, and at texts: safetensors keeps no number.
+    Looks through the chain of errors and at texts: safetensors keeps no number.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -108,7 +108,7 @@ def parse_json(text: str) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether what JSON holds is a finite number that a float can be; True and False are none."""
+    """Returns whether a value of JSON is a finite number in the range of float; True and False are none."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
@@ -129,17 +129,17 @@ def check_number(name: str, value: float) -> None:
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """(rank, size), or the error that names the rule."""
+    """Returns (rank, size), or raises an error with the rule."""
     if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
         raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
     return part
 
 
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
-    """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
+    """Returns the fields of a JSON object that names its format; ``what`` is the command that writes it.
 
     Args:
-        again: what the error about a file of another version tells the user to do.
+        again: advice in the error about a file of another version.
     Raises:
         ValueError: not JSON, or another format.
     """
@@ -156,17 +156,17 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
 
 
 def load(kind: type[T], data: object, where: str, *, least: float | None = None) -> T:
-    """A dataclass or named tuple from what JSON holds, checked by the types of its fields.
+    """Makes a dataclass or named tuple from JSON values, checked by the types of its fields.
 
-    These are int, float, str, bool, Any, ``Mapping[str, Any]``, another such class, ``tuple[X, ...]`` and ``X | None``.
-    A named tuple may also be written as the list of its values, as ``json.dumps`` does. A field that has a default may
+    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another such class, ``tuple[X, ...]`` and ``X | None``.
+    A named tuple may also be written as the list of its values, as ``json.dumps`` does. A field with a default may
     be missing.
 
     Args:
-        where: what errors begin with; the fields on the way to the wrong value follow.
-        least: every number is at least this.
+        where: begins the errors; the fields on the way to the wrong value follow.
+        least: least value of every number.
     Raises:
-        ValueError: no object, an unknown or missing field, or a value that is not of its type, or not finite.
+        ValueError: no object, an unknown or missing field, or a value of a wrong type or not finite.
     """
     hints, fields = get_type_hints(kind), signature(kind).parameters
     if isinstance(data, list) and issubclass(kind, tuple):
@@ -212,7 +212,7 @@ def _value(kind: Any, value: Any, where: str, least: float | None) -> Any:
 
 
 def check_names(given: Iterable[str], known: Collection[str], where: str, optional: Collection[str] = ()) -> None:
-    """Raises ``ValueError`` where a field is unknown, or one that is not optional is missing; names these."""
+    """Raises ``ValueError`` for unknown fields, and for missing fields that are not optional; names them."""
     unknown, missing = sorted(set(given) - set(known)), [f for f in known if f not in given and f not in optional]
     if unknown or missing:
         near = nearest_name(unknown[0], known) if unknown else ""
@@ -220,7 +220,7 @@ def check_names(given: Iterable[str], known: Collection[str], where: str, option
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """How a message that refuses an unknown name goes on: with the nearest known one, or with all."""
+    """Returns the end of a message that refuses an unknown name: the nearest known name, or all."""
     known = tuple(known)
     near = difflib.get_close_matches(str(name).lower(), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Seconds, bytes and counts as the core reads them: flat arrays, stage after stage."""
+"""Makes flat arrays of seconds, bytes and counts for the core, stage after stage."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MOST = 2**31 - 1
 
 
 class Holding(NamedTuple):
-    """Bytes that units hold, as :class:`seq1f1b.StepMemory` has them.
+    """A kind of bytes that units hold, as :class:`seq1f1b.StepMemory` has them.
 
     Attributes:
         name: of its bytes in ``StepMemory``.
         text: in words.
-        per: what its bytes have a value for: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
-        counts_with: number of the holding whose peak it is a part of.
+        per: index of its values: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
+        counts_with: number of the holding with whose peak it counts.
     """
 
     name: str
@@ -54,7 +54,7 @@ HOLDINGS = tuple(Holding(*row) for row in _C.HOLDINGS)
 
 
 class Counts(NamedTuple):
-    """As much of an order as the form of its tables needs; ``rows`` are the segments of micro-batches that differ."""
+    """The counts of an order that decide the form of its tables; ``rows`` are the segments of unequal micro-batches."""
 
     num_ranks: int
     num_stages: int
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
 
 def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
-    """An array of these numbers, of ``code`` ``d``, ``q`` or ``i``; errors name it and the wrong one."""
+    """Returns an array of these numbers, of ``code`` ``d``, ``q`` or ``i``; errors name array and wrong number."""
     values = list(given)
     try:
         return array(code, values)
@@ -90,9 +90,9 @@ def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
-    """The lengths of a table's sequences, from the outermost on, and the same in words.
+    """Returns the lengths of a table's sequences, from the outermost on, and a text about them.
 
-    A length is a tuple where it depends on the place in the sequence above.
+    A length is a tuple if it depends on the place in the sequence above.
     """
     if per == _C.PER_RANK:
         return [order.num_ranks], f"hold {order.num_ranks}, one of each rank"
@@ -110,10 +110,10 @@ def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
 
 
 def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = "d") -> array[Any]:
-    """The values of a table: a number that stands for all, or nested sequences, with a value for each of ``per``.
+    """Returns the values of a table: one number for all, or nested sequences, with a value for each of ``per``.
 
     Raises:
-        ValueError, TypeError: a sequence has another length, or holds what is no number; names the table and the place.
+        ValueError, TypeError: a sequence has another length, or holds no number; names the table and the place.
     """
     if order.rows is None:  # in the form that it should have, most often
         k, S, is_nested = order.num_segments, order.num_stages, per == _C.PER_CELL
@@ -145,7 +145,7 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 
 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
-    """Seconds of every pass, [pass][stage][column], with those that stand in for None."""
+    """Returns the seconds of every pass, [pass][stage][column], with defaults for None."""
     seconds, given = array("d"), 0
     cells = order.num_stages * (order.num_segments if order.rows is None else sum(order.rows))
     for number, name in enumerate(_C.PASS_NAMES):
@@ -168,7 +168,7 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tuple[array[int] | None, ...]:
-    """Bytes of each holding, None where it is nothing, and of messages and statistics."""
+    """Returns the bytes of each holding, None if nothing, and of messages and statistics."""
     tables: list[array[int] | None] = []
     for row in HOLDINGS:
         given = getattr(memory, row.name)

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, started from a script or a notebook."""
+"""Starts ranks as processes of this machine, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ _SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """Runs ``fn(*arguments)`` in so many new processes of this machine, as ``torchrun`` would, and waits for them.
+    """Runs ``fn(*arguments)`` in ``num_ranks`` new processes of this machine, as ``torchrun`` would, and waits for
+    them.
 
-    In each, the default process group and torchrun's environment variables are there, with
-    ``torch.distributed.get_rank()`` from 0 on. The cores are shared out, unless ``OMP_NUM_THREADS`` is set. What a rank
-    prints comes out here, line by line behind its rank: ``[rank 1] ...``. The ranks end with this process, however it
-    ends, and get its SIGTERM and its interruption by Ctrl-C.
+    Each process has the default process group and torchrun's environment variables, with
+    ``torch.distributed.get_rank()`` from 0 on. The processes share the cores, unless ``OMP_NUM_THREADS`` is set. Output
+    of a rank comes out here, line by line behind its rank: ``[rank 1] ...``. The ranks end with the launching process,
+    however it ends, and get its SIGTERM and its interruption by Ctrl-C.
 
-    Calls from a script stand under ``if __name__ == "__main__":``, because the processes import it. In a
-    notebook they are forked, with one thread each: call this before a backward has run in the notebook's own process,
-    as torch cannot run another one in a fork.
+    Calls from a script stand under ``if __name__ == "__main__":``, because the processes import the script. In a
+    notebook the processes are forked, with one thread each: call ``launch`` before a backward has run in the notebook's
+    own process, as torch cannot run another backward in a fork.
 
     Args:
         fn: a function at the top level of a module or script; any function in a notebook.
         arguments: copied to every process.
         backend: of the process group.
     Returns:
-        what ``fn`` returned, by rank; it must be picklable. None for a rank that left by ``sys.exit()``.
+        results of ``fn``, by rank; they must be picklable. None for a rank that left by ``sys.exit()``.
     Raises:
         ValueError: num_ranks is below 1, or fn cannot be sent to another process.
         Exception: the first error of a rank, with its traceback there; the other processes are ended.
-        RuntimeError: a process was killed, left with another exit code than 0, or returned what cannot be sent here; or
-            a script calls this without the guard above.
+        RuntimeError: a process was killed, left with another exit code than 0, or returned a value that cannot be sent;
+            or a script calls this without the guard above.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, must be at least 1")
@@ -99,7 +100,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
 
 
 def _variables(num_ranks: int, port: int) -> dict[str, str]:
-    """The variables by which torchrun tells all ranks of one machine about the group."""
+    """Returns the variables by which torchrun tells all ranks of one machine about the group."""
     return {
         "WORLD_SIZE": f"{num_ranks}",
         "LOCAL_WORLD_SIZE": f"{num_ranks}",
@@ -120,14 +121,14 @@ def _variables(num_ranks: int, port: int) -> dict[str, str]:
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come, and would have ended this process at once."""
+    """Raised when SIGTERM has come, which would have ended the process at once."""
 
 
 @contextmanager
 def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
-    """SIGTERM to this process reaches the ranks, before it does here what it would have done without them.
+    """Passes SIGTERM on to the ranks, before it has its effect on this process.
 
-    Only the main thread can see to that. Ranks that another thread has started are killed with this process.
+    Only the main thread can do so. Ranks started by another thread are killed with this process.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -156,7 +157,7 @@ def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
 
 
 class _Ranks:
-    """The processes, and what they print."""
+    """The processes of the ranks, and their output."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -174,7 +175,6 @@ class _Ranks:
         self.processes.append(process)
 
     def print_some(self, seconds: float) -> None:
-        """Prints what the ranks have written, and waits for more for at most so long."""
         for pipe in wait(list(self._printed), seconds):
             assert isinstance(pipe, Connection)
             data = os.read(pipe.fileno(), 1 << 16)
@@ -184,7 +184,7 @@ class _Ranks:
                 pipe.close()
 
     def exit_code(self, rank: int) -> int | None:
-        """None while it runs. Where a rank was killed, the processes that it has left behind are, too."""
+        """Returns a rank's exit code, None while it runs. Kills the processes that a killed rank left behind."""
         process = self.processes[rank]
         with suppress(ChildProcessError):  # it has been waited for
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -195,13 +195,12 @@ class _Ranks:
         return code
 
     def watch(self, seconds: float) -> None:
-        """Prints what comes, until all processes have ended or the time is over."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and None in [self.exit_code(rank) for rank in range(len(self.processes))]:
             self.print_some(_LOOK_S)
 
     def signal(self, number: int) -> None:
-        """To all ranks that live, and to what they have started. A rank leads a session of its own once it runs."""
+        """Sends a signal to all living ranks, and to their children. A rank leads a session of its own once it runs."""
         for rank, process in enumerate(self.processes):
             if self.exit_code(rank) is None:
                 try:
@@ -211,7 +210,6 @@ class _Ranks:
                         os.kill(process.pid, number)
 
     def end(self) -> None:
-        """Returns once no rank is left. Those that do not end by themselves are ended."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self.signal(number)
             self.watch(_GRACE_S)
@@ -226,7 +224,7 @@ class _Ranks:
 
 
 class _Lines:
-    """Prints what one rank writes, a line at a time."""
+    """Prints the output of one rank, a line at a time."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self._mark, self._stream, self._rest = f"[rank {rank}] ", stream, b""
@@ -247,7 +245,7 @@ class _Lines:
 
 
 def _results(ranks: _Ranks, folder: str) -> list[Any]:
-    """The value that each rank returned. An error of a rank's own is raised before those that it caused in others."""
+    """Returns each rank's result. An error of a rank's own is raised before errors that it caused in others."""
     results: dict[int, Any] = {}
     errors: list[tuple[float, int, BaseException, str]] = []
     waiting, give_up = set(range(len(ranks.processes))), float("inf")
@@ -277,10 +275,10 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
 
 
 def _said(folder: str, rank: int) -> tuple[float, Any, str] | None:
-    """The message that a rank has left, None if it has not yet: when fn ended, on the machine's monotonic clock; its
-    result in a tuple of one, or its error; and the error's traceback.
+    """Returns the message of a rank, None before it comes: when fn ended, on the machine's monotonic clock; its result
+    in a tuple of one, or its error; and the error's traceback.
 
-    A file and no pipe: a process that the rank has started may hold a pipe open after the rank has died.
+    A file and no pipe: a process started by the rank may hold a pipe open after the rank has died.
     """
     try:
         with open(f"{folder}/{rank}", "rb") as file:
@@ -294,7 +292,6 @@ def _said(folder: str, rank: int) -> tuple[float, Any, str] | None:
 
 
 def _ended(rank: int, code: int | None) -> str:
-    """Words for the end of a process that has left no result."""
     if code == _UNGUARDED:
         script = getattr(sys.modules["__main__"], "__file__", "the script")
         return (
@@ -325,7 +322,7 @@ def _run(
     """Runs one rank.
 
     Args:
-        folder: for results. threads: 0: as torch has found in the environment. launcher: process id.
+        folder: for results. threads: 0: by the environment. launcher: process id.
     """
     if not isinstance(call, bytes):  # forked: what is garbage in the launching process is not this one's to end, as a
         gc.freeze()  # store, whose end waits for a thread that is not here
@@ -354,7 +351,6 @@ def _run(
 
 
 def _outcome(call: Any, rank: int, backend: str) -> tuple[float, bytes, str]:
-    """The message of a rank, with its result or error pickled."""
     value: Any = None
     error: BaseException | None = None
     try:

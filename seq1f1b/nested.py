@@ -1,4 +1,4 @@
-"""Values that may be tensors in nested tuples, lists and dicts; how far two tensors are apart."""
+"""Values with tensors in nested tuples, lists and dicts; the distance of two tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kind: type[Any] = Tensor) -> Any:
-    """Changes every tensor of a value, or all else of one kind; what is neither that nor a container stays."""
+    """Changes every tensor of a value, or every part of another kind; other values stay, containers are copied."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -34,9 +34,9 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type[Any] = Tensor) -
 
 
 def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """The shape, the dtype and two sums over the bytes of each tensor; one sum weighs bytes by their places.
+    """Returns the shape, the dtype and two sums over the bytes of each tensor; one sum weighs bytes by their places.
 
-    What differs in a bit, or in the order of its values, has another.
+    Tensors that differ in a bit, or in the order of values, have different sums.
     """
     found = []
     for tensor in tensors:
@@ -54,7 +54,7 @@ def norm(value: Tensor | None) -> float:
 
 
 def distance(value: Tensor | None, truth: Tensor | None) -> float:
-    """The norm of the difference; infinities and NaNs that both have are none."""
+    """Returns the norm of the difference; equal infinities and NaNs count as 0."""
     if value is None or truth is None:
         return norm(value if truth is None else truth)
     one, other = _double(value), _double(truth)

@@ -22,26 +22,26 @@ _PIECES_OF_KINDS = 16384  # a split by the operations of layers that differ does
 
 
 class PieceCosts(Protocol):
-    """A model's measured costs: a :class:`seq1f1b.planning.profile.Profile`, for one."""
+    """A model's measured costs, for instance a :class:`seq1f1b.planning.profile.Profile`."""
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
 
 
 class LayerKind(NamedTuple):
-    """How layers of one kind differ from those that :class:`ModelShape` tells of. None: as there.
+    """Differences between layers of one kind and the layers of :class:`ModelShape`. None: as in ``ModelShape``.
 
     Attributes:
-        heads: of causal attention; 0: the layer has none.
+        heads: of causal attention; 0: no attention.
         kv_heads, head_dim, ffn, experts, experts_per_token: as in ``ModelShape``.
         value_dim: size of a head of values; None: ``head_dim``.
-        window: tokens that one attends to, itself included; 0: all before it.
-        shared: inner width of a gated feed-forward beside the experts that every token visits.
-        mixer: weights of the matrices of attention, or of what stands in its place; None: of q, k, v and the output.
-        inner, outer, kept: numbers of a token that the first of these matrices write, that the last one reads, and that
-            are kept for the backward; None: q, k and v, attention's output, and q with that output.
+        window: tokens that a token attends to, itself included; 0: all before it.
+        shared: inner width of a gated feed-forward beside the experts, visited by every token.
+        mixer: weights of the matrices of attention, or of its replacement; None: of q, k, v and the output.
+        inner, outer, kept: numbers per token that the first of these matrices write, that the last one reads, and that
+            are kept for the backward; None: q, k and v, attention's output, and q with this output.
         scan: floating-point operations of a token in a recurrence.
-        state, tail: numbers of a sequence that one segment hands to the next, in float32, and in the dtype of weights.
+        state, tail: numbers of a sequence that a segment hands to the next, in float32, and in the dtype of weights.
         norms: of hidden states.
         other: parameters beyond matrices, these norms and a router: biases, sinks, norms of heads, convolutions.
     """
@@ -67,13 +67,13 @@ class LayerKind(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Sizes of a layer, for one token where they are not of weights.
+    """Sizes of a layer, per token except for weights.
 
     Attributes:
         queries, values, keys: numbers of q, of attention's output, and of keys and values together.
         ffn: inner width of all feed-forwards that a token visits.
-        expert: inner width of one expert, of which there are ``experts``.
-        The others are those of :class:`LayerKind`.
+        expert: inner width of one of the ``experts``.
+        Other fields are those of :class:`LayerKind`.
     """
 
     heads: int
@@ -98,18 +98,18 @@ class Layer(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """The shape that a token's cost depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
+    """The shape on which a token's cost depends: a decoder with grouped-query attention and a SwiGLU feed-forward.
 
     Attributes:
         ffn: inner width of the feed-forward's three matrices, of one expert if there are several; 0: none. A plain
             two-matrix feed-forward of width f counts as 2 f / 3.
         vocab: words of the embedding and of the output head; 0: neither.
         head_dim: size of a head; 0: ``hidden / heads``.
-        experts, experts_per_token: feed-forwards of a layer, and those that a token visits.
+        experts, experts_per_token: feed-forwards of a layer, and the number that a token visits.
         tied: whether the head is the embedding; a pipeline of several ranks still holds both.
-        kinds: of layers, ``seq1f1b.partition.LayerKind``, which is provisional: where windows, recurrences or layers
-            that differ are more than the fields above tell; (): all layers are as these say.
-        pattern: layer i is of the kind with number ``pattern[i % len(pattern)]``; (): all are of the first.
+        kinds: kinds of layers, ``seq1f1b.partition.LayerKind``, which is provisional: for windows, recurrences or
+            unequal layers, which the fields above cannot describe; (): all layers are as above.
+        pattern: layer i is of the kind with number ``pattern[i % len(pattern)]``; (): all are of the first kind.
     """
 
     hidden: int
@@ -141,7 +141,7 @@ class ModelShape(NamedTuple):
 
 
 def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
-    """The kinds of the model's layers, and of which of them each layer is."""
+    """Returns the kinds of the model's layers, and the kind of each layer."""
     if model.layers > MOST_LAYERS:
         raise ValueError(f"model layers is {model.layers}, must be at most {MOST_LAYERS}")
     kinds, pattern = model.kinds or (LayerKind(),), model.pattern or (0,)
@@ -178,7 +178,6 @@ def _layer(model: ModelShape, kind: LayerKind) -> Layer:
 
 
 def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequence[int]) -> Any:
-    """Operations of the tokens between the bounds, of rows of documents, one after the other."""
     kinds, places = layers_of(model)
     products, widths = 2.0 * model.hidden * model.vocab, dict.fromkeys((layer.window for layer in kinds), 0)
     for number in places:
@@ -266,7 +265,7 @@ def partition_sequence(
     mix: float = 1.0,
     multiple_of: int = 1,
 ) -> list[int]:
-    """Cuts a sequence into segments so that the costliest one is as cheap as possible.
+    """Cuts a sequence into segments so that the costliest segment is as cheap as possible.
 
     Args:
         seq_len: tokens, up to 2**40.
@@ -275,13 +274,13 @@ def partition_sequence(
             ``"profiled"`` (equal measured ``costs``, or equal time by a ``profile``).
         model: shape of the model, for ``"flops"``.
         costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
-            what piece ``i`` costs, in any unit. One cost per token, or the times of a few equal segments.
+            the cost of piece ``i``, in any unit. One cost per token, or the times of a few equal segments.
         profile: for ``"profiled"``, in place of costs: the whole model as ``seq1f1b profile`` measured it.
-        documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as one of them.
+        documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as a document.
             Several rows may follow one another; they are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
-        multiple_of: every size is a multiple of it, except that one segment holds the remainder of ``seq_len``, placed
-            where it keeps the costliest segment cheapest.
+        multiple_of: divides every size, except that one segment holds the remainder of ``seq_len``, placed to keep the
+            costliest segment cheapest.
     Returns:
         ``num_segments`` sizes, each at least 1, that sum to ``seq_len``.
     Raises:
@@ -314,7 +313,6 @@ def partition_sequence(
 
 
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
-    """Operations of equal pieces of a sequence, the sum of its rows."""
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
     _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless these are whole rows
@@ -340,15 +338,15 @@ def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
 
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
-    """Layers of each stage, at least one, so that the stage with most work, the last one with the head, has least."""
+    """Returns layers of each stage, at least one, that minimize the most work of a stage, with the head on the last."""
     total = [0.0, *accumulate(work)]
 
     def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:
-        """The least measure of stages that are each below a limit, and their layers."""
+        """Returns the least measure of stages that are each below a limit, and their layers."""
 
         @cache
         def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
-            """Measure and layers of the first stages, which hold the layers before ``stop``."""
+            """Returns measure and layers of the first stages, which hold the layers before ``stop``."""
             if not stages:
                 return (0.0, ()) if not stop else (math.inf, ())
             options: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, 0, ())]

@@ -1,7 +1,7 @@
-"""Placement of a step on the GPU that its stages lie on. Stages on the CPU need none of this.
+"""Places a step on the GPU of its stages. Stages on the CPU need none of this.
 
-With a transport of host memory, as ``"shm"`` and ``"c10d"`` are and as ranks have that are threads, messages between
-stages go through it: correct on every machine, and as slow as two copies over PCIe that the host waits for.
+A transport of host memory (``"shm"``, ``"c10d"``, and that of ranks that are threads) copies messages between stages
+through it: correct on every machine, and as slow as two copies over PCIe for which the host waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def common_device(modules: Sequence[Any]) -> torch.device:
 
 @contextmanager
 def step_on(device: torch.device) -> Iterator[None]:
-    """Around a step on a GPU: backwards run in the rank's own thread, as threads as ranks and errors of ops need."""
+    """Surrounds a step on a GPU: backwards run in the rank's own thread, as threads as ranks and errors of ops need."""
     if device.type == "cpu":
         yield
         return
@@ -46,7 +46,7 @@ def step_on(device: torch.device) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a device has left."""
+    """Returns the free memory of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo", encoding="utf-8") as file:
@@ -54,15 +54,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def compute_stream(device: torch.device) -> int:
-    """The CUstream on which units compute there."""
+    """Returns the CUstream on which units compute."""
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:
-    """A unit's callback whose messages come from host memory and go there.
+    """Returns a unit's callback with messages from and to host memory.
 
-    Both copies block: what is sent has been computed when the transport reads it, and a place has been read when it is
-    written again. They are no part of the unit's time.
+    Both copies block: sent data have been computed when the transport reads them, and a place has been read when it is
+    written again. The copies are no part of the unit's time.
 
     Args:
         gpu: the core's handle.
@@ -85,7 +85,7 @@ def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> 
 
 
 def in_ranges(run: Callable[..., Any], texts: Mapping[tuple[int, int, int], str]) -> Callable[..., Any]:
-    """A unit's callback within a range of NVTX that has the unit's text, as Nsight Systems shows it.
+    """Returns a unit's callback within a range of NVTX that has the unit's text, for Nsight Systems.
 
     Args:
         texts: by number of the pass, stage and cell.

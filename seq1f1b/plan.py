@@ -1,4 +1,4 @@
-"""A plan: one way to train a model, and the file that ``seq1f1b plan`` writes and ``PipelineEngine`` runs.
+"""A plan: one way to train a model, in the file that ``seq1f1b plan`` writes and ``PipelineEngine`` runs.
 
 Needs nothing of ``seq1f1b.planning``, which finds plans.
 """
@@ -28,19 +28,20 @@ INSIDE = ("none", "ffn", "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid over devices, beside the pipeline.
+    """The layout of a model over devices, beside the pipeline.
 
     Attributes:
         tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
-            parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
-            ``data`` ones; the optimizer's state is sharded over ``data``.
+            parallelism passes keys and values round a ring; experts are spread over ``expert`` of the ``data`` devices;
+            the optimizer's state is sharded over ``data``.
         layers: number of layers of every stage; None: as even as possible, earlier stages have one more.
         inside: recomputation inside of blocks, "none", "ffn" or "full".
-        documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
-        head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
-            all live segments.
+        documents: lengths of the documents packed into the sequence; attention stays within a document. None: one
+            document.
+        head_in_loss: True: one segment's logits live at a time (``loss_fn`` is a module that holds the head); False:
+            the logits of all live segments.
         vocabulary: "ends": the first stage has the embedding, the last one the head; "ranks": each rank has a shard of
-            both, as :class:`seq1f1b.VocabularyParallelHead` and its embedding do.
+            both, by :class:`seq1f1b.VocabularyParallelHead` and its embedding.
         copies_prefix: every segment copies the keys and values up to it and keeps its own beside the last copy, as the
             authors' code does, instead of a cache per micro-batch.
     """
@@ -62,8 +63,8 @@ class StepLength:
     """Steps of one length, in a plan for a mix of lengths.
 
     Attributes:
-        seq_len: tokens that the sequences of such a step are padded to.
-        share: their share of all steps, and of all sequences.
+        seq_len: tokens to which the sequences of such a step are padded.
+        share: share of these steps, and of their sequences, among all.
         tokens: mean tokens of a sequence, without padding.
         segment_sizes: segments of the padded sequence.
         seconds, tokens_per_second: time and rate of such a step; padding does not count as tokens.
@@ -80,7 +81,7 @@ class StepLength:
 
 
 class _File:
-    """Something that can be written to a file and read back."""
+    """A value that can be written to a file and read back."""
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -88,7 +89,7 @@ class _File:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads what :meth:`to_json` writes."""
+        """Reads a text of :meth:`to_json`."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -110,7 +111,7 @@ class TunedOrder(_File):
     Attributes:
         schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options, weights: of
             :func:`seq1f1b.build_schedule`.
-        seq_len: tokens of the sequences for which it was found.
+        seq_len: tokens of the sequences of the search.
         segment_sizes: tokens of the segments of such a sequence; (): an even split, of sequences of any length.
     """
 
@@ -134,10 +135,10 @@ class TunedOrder(_File):
 
     @classmethod
     def from_json(cls, text: str) -> TunedOrder:
-        """Reads what :meth:`to_json` writes.
+        """Reads a text of :meth:`to_json`.
 
         Raises:
-            ValueError: not such a text; names the field.
+            ValueError: no such text; names the field.
             ScheduleError: the order cannot be built.
         """
         found = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
@@ -155,7 +156,6 @@ class TunedOrder(_File):
 
 
 def _order_of(found: Plan | TunedOrder, **how: Any) -> Schedule:
-    """The order of the family and the counts; ``how``: other arguments of ``build_schedule``."""
     return build_schedule(
         found.schedule,
         num_ranks=found.num_ranks,
@@ -168,7 +168,6 @@ def _order_of(found: Plan | TunedOrder, **how: Any) -> Schedule:
 
 
 def _check(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLength], what: str) -> None:
-    """Raises unless the segments of all parts are sound and the order can be built."""
     for part in parts:
         check_segment_sizes(part.segment_sizes, part.seq_len)
         if len(part.segment_sizes) != found.num_segments:
@@ -180,7 +179,7 @@ def _check(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLen
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
-    """Reads the file of a plan, or of what a tuned engine found. Errors as those of their ``load``."""
+    """Reads the file of a plan, or of a tuned engine's order. Errors as those of their ``load``."""
 
     def parse(text: str) -> Plan | TunedOrder:
         is_tuned = f'"{_TUNED_FORMAT}"' in text[:100]
@@ -191,26 +190,27 @@ def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
 
 @dataclass(frozen=True)
 class Plan(_File):
-    """One way to train, and what it should cost. ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it.
+    """One way to train, with its predicted costs. ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it.
 
     Attributes:
-        model, hardware, seq_len, layout: what was planned for.
+        model, hardware, seq_len, layout: the planned case.
         schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of
             :func:`seq1f1b.build_schedule`.
         segment_sizes: tokens.
         mix: balance of the split, 1 equal time, 0 equal length.
-        seconds, low, high: time of a step among others like it, including the optimizer (its period); the ends of the
-            interval take the uncertain terms to be independent.
-        bubble: share of that time in which ranks neither compute nor update.
+        seconds, low, high: time of a step in a row of equal steps, including the optimizer (its period); the ends of
+            the interval take the uncertain terms to be independent.
+        bubble: share of this time in which ranks neither compute nor update.
         tokens_per_second: rate of all data-parallel replicas together.
         optimizer_sync: whether the optimizer waits for all ranks.
         peak: bytes of each rank.
-        peak_high: the same with the uncertain bytes at their high ends.
-        cap: bytes of a device that the plan was made for.
+        peak_high: bytes of each rank with the uncertain bytes at their high ends.
+        cap: bytes of a device for which the plan was made.
         prefetch: receive places beyond the peak of live ones; None: by time, see :meth:`seq1f1b.Schedule.replace`.
         spread: seconds of passes, by which S, T, E and G of a vocabulary over the ranks find their places in the order,
-            as :class:`seq1f1b.Costs` names them; {} if the vocabulary is at the ends.
-        units: what becomes of what each unit saves, :meth:`seq1f1b.Schedule.cell_kinds`; () if all of it is kept.
+            under the names of :class:`seq1f1b.Costs`; {} if the vocabulary is at the ends.
+        units: for each unit whether its saved tensors are kept, recomputed or moved,
+            :meth:`seq1f1b.Schedule.cell_kinds`; () if all are kept.
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
             and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
@@ -259,10 +259,10 @@ class Plan(_File):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads what :meth:`to_json` writes.
+        """Reads a text of :meth:`to_json`.
 
         Raises:
-            ValueError: not such a text; names the field.
+            ValueError: no such text; names the field.
             ScheduleError: the order cannot be built.
         """
         fields = json_fields(text, "plan", _FORMAT)
@@ -274,10 +274,10 @@ class Plan(_File):
         return plan
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``PipelineEngine``.
+        """Returns keyword arguments of ``PipelineEngine``.
 
         Raises:
-            ValueError: the plan needs what the engine does not do; names it.
+            ValueError: the plan needs a feature that the engine lacks; names the feature.
         """
         layout = self.layout
         if layout.inside != "none":

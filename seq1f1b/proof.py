@@ -1,8 +1,8 @@
-"""Proofs at first use: a kernel, or a way by torch's ops, computes a small case, which is held to float64.
+"""Checks each kernel against float64 at its first use, on a small case.
 
-No record can say that a kernel is right on a GPU that nobody had, or from a compiler that came later. So it is used
-where it has just been seen to be right: once in a process for each kernel, dtype, head size and device. A warning names
-one that is wrong, and it is not used again.
+Nobody can test every GPU and compiler in advance. So a kernel, or a way by torch's ops, must pass a check in the
+process before its use: once for each kernel, dtype, head size and device. A warning names a kernel that is wrong, and
+the process does not use it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Use(NamedTuple):
-    """A kernel or a way as it was proven: in another dtype, of other heads or on another device it is proven anew."""
+    """A proven kernel or way; another dtype, other heads or another device need a proof of their own."""
 
     kernel: str
     dtype: torch.dtype
@@ -40,11 +40,11 @@ REBUILD = "Install seq1f1b again to build its kernels anew, or set SEQ1F1B_CUDA_
 
 
 class Proofs:
-    """Which kernels of a family have proven themselves in this process.
+    """The kernels of a family that have proven themselves in the process.
 
     Args:
-        instead: for the warning of a kernel that failed: what takes its place, and the remedy.
-        family: for that warning: what stands before the kernel's name.
+        instead: for the warning of a kernel that failed: its replacement, and the remedy.
+        family: for this warning: text before the kernel's name.
     """
 
     PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
@@ -89,14 +89,13 @@ class Proofs:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured here: no place for a check, which waits for the device."""
+    """Returns whether a CUDA graph is being captured: no place for a check, which waits for the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """A check runs so: without gradients or autocast, and on a stream of its own, so that it waits for nothing that was
-    launched before, which may wait for another rank."""
+    """Surrounds a check: no gradients, no autocast, and a stream of its own: earlier work may wait for another rank."""
     of_device = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), of_device:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -105,7 +104,6 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 def numbers() -> Callable[..., Tensor]:
-    """Makes random numbers for a case, from sizes: equal in each process, in float32 and on the CPU, whatever torch's
-    defaults are. The program's own generators stay as they are."""
+    """Returns a maker of random numbers of given sizes: equal in each process, float32, CPU, with its own generator."""
     generator = torch.Generator("cpu").manual_seed(1)
     return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

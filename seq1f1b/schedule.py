@@ -54,18 +54,18 @@ _CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.enco
 class Schedule:
     """The order in which every rank runs its units.
 
-    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Nothing is
-    checked beyond the placement (a stage lives on one rank) until :meth:`check`, which :meth:`simulate` and the engine
+    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Beyond the
+    placement (a stage lives on one rank), rules are checked by :meth:`check`, which :meth:`simulate` and the engine
     call.
 
     Args:
         ranks: the units of every rank in run order.
-        num_segments: of every micro-batch; 0: each has those that its units name.
+        num_segments: of every micro-batch; 0: each has the segments of its units.
     Attributes:
         prefetch: receive places of an edge beyond the most that the order needs at once; None: by time, see
             :meth:`replace`.
         fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
-        parents: for each micro-batch the segment that each of its segments follows, -1 for its first; None: in each
+        parents: for each micro-batch the segment that each of its segments follows, -1 for the first one; None: in each
             micro-batch a segment follows the one before it.
     """
 
@@ -96,7 +96,7 @@ class Schedule:
 
     @classmethod
     def _from_handle(cls, handle: Any, like: Schedule | None = None) -> Schedule:
-        """An order of the core. like: one that runs with the places, and fills waits, as this one is to."""
+        """Returns an order around the core's handle. like: an order with the wanted places and fills."""
         schedule = cls.__new__(cls)
         schedule._adopt(handle, like)
         return schedule
@@ -108,24 +108,27 @@ class Schedule:
         costs: Costs | None = None,
         weights: str | None = None,
     ) -> Schedule:
-        """Returns the order with the same units, but run with other places, or with W elsewhere.
+        """Returns the order with equal units, but with other places, or with W elsewhere.
 
         Args:
             prefetch: receive places of an edge beyond the most that the order needs at once; a sender without a free
-                place waits. More places are never slower. None: by time, as many as no sender waits for if units take
-                the seconds of ``costs`` and messages come at once, and at least one. Each message that waits belongs to
-                a unit that one of the two stages holds anyway, and is a small part of what that unit saves. ``...``: as
-                they are.
-            costs: seconds of units, and of messages, that places are counted by where ``prefetch`` is None; all ranks
-                must give the same ones. None: those that the order was built for (options ``costs`` and ``transfer`` of
-                its family), else F, I, W and R take 1 and B takes 2.
-            weights: when weight gradients are made. ``"planned"``: where the order has them. ``"fill"``: also while a
-                rank waits for a message, product by product and in the order's own sequence, so that gradients are
-                bit-equal from run to run; at the latest where the order has them, so that memory stays as planned. The
-                engine runs an order of whole backwards with ``"fill"`` as :meth:`defer_weights` of it. None: as it is.
+                place waits. More places are never slower. None: by time: as many as let no sender wait if units take
+                    the
+                seconds of ``costs`` and messages come at once, and at least one. Each waiting message belongs to a unit
+                that one of the two stages holds anyway, and is small beside the unit's saved tensors. ``...``:
+                unchanged.
+            costs: seconds of units and messages by which places are counted if ``prefetch`` is None; equal on all
+                ranks.
+                None: the costs for which the order was built (options ``costs`` and ``transfer`` of its family), else
+                    F, I,
+                W and R take 1 and B takes 2.
+            weights: when weight gradients are made. ``"planned"``: at W's place in the order. ``"fill"``: also while a
+                rank waits for a message, product by product and in the order's own sequence, so gradients are bit-equal
+                from run to run; at the latest at W's place, so memory stays as planned. The engine runs an order of
+                whole backwards with ``"fill"`` as :meth:`defer_weights` of it. None: unchanged.
         Raises:
             ValueError, TypeError: ``prefetch`` is below 0 or no int, or an int although ``costs`` are given,
-                ``weights`` is something else.
+                ``weights`` is unknown.
         """
         other = self._from_handle(self.handle, like=self)
         other._lowered = self._lowered
@@ -157,28 +160,28 @@ class Schedule:
 
     @property
     def _places_text(self) -> str:
-        """How places are counted. Ranks have the same ones if both their orders and these texts are equal."""
+        """A text by which ranks compare receive places: equal orders with equal texts have equal places."""
         if self.prefetch is not None or self._times is None:
             return f"{self.prefetch}"
         return f"None (places {zlib.crc32(repr(self.places).encode()):08x} by costs)"
 
     @property
     def segments_of(self) -> tuple[int, ...]:
-        """Segments of every micro-batch. In an order of rows, ``rows`` holds the same; it is None in others."""
+        """Segments of every micro-batch. In an order of rows, ``rows`` holds them, too; it is None in other orders."""
         return self.rows or (self.num_segments,) * self.num_microbatches
 
     @property
     def _first_cells(self) -> tuple[int, ...]:
-        """For each micro-batch the number of its first segment, if those of all are counted on; at the end, of all."""
+        """Number of each micro-batch's first segment, counted over all micro-batches; at the end, of all segments."""
         return tuple(accumulate(self.segments_of, initial=0))
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Letters of the passes that the order has, such as F and B."""
+        """Letters of the order's passes, such as F and B."""
         return frozenset(kind for number, kind in enumerate(_C.PASSES) if self._passes >> number & 1)
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
-        """The units of one rank in run order."""
+        """Returns the units of one rank in run order."""
         units = self._units.get(rank)
         if units is None:
             numbers = _C.schedule_units(self.handle, rank)
@@ -193,7 +196,7 @@ class Schedule:
 
     @property
     def digest(self) -> str:
-        """16 digits that are alike in schedules of equal units, in any process, and only by chance in others."""
+        """16 digits, equal for schedules of equal units, in any process, and different for others except by chance."""
         return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:
@@ -207,7 +210,7 @@ class Schedule:
         return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are made of the text; an order of chains needs a line that tells it from one of rows."""
+        """Makes copies and pickles from the text; a line marks an order of rows whose micro-batches are chains."""
         rows = "parents" + " -" * self.num_microbatches + "\n" if self.rows is not None and self.parents is None else ""
         return _from_pickle, (type(self), rows + self.to_text(), self.prefetch, self._times, self.fills)
 
@@ -218,7 +221,7 @@ class Schedule:
         )
 
     def forward_only(self) -> Schedule:
-        """Returns the order without backward units: what evaluation runs."""
+        """Returns the order without backward units, for evaluation."""
         order = self._from_handle(_C.schedule_forward_only(self.handle), like=self)
         order._times = None  # no backward bounds how far a fast stage goes ahead of a slow one
         return order
@@ -226,15 +229,15 @@ class Schedule:
     def defer_weights(self, max_live_units: int | None = None) -> Schedule:
         """Returns the order with every backward split, and W as late as memory allows.
 
-        Each W stands where its rank would else hold more units; the Ws of a rank stand in the order of its Is. If W
-        runs in waits (``weights="fill"`` of :meth:`replace`), such an order has most to fill them with.
+        Each W stands where its rank would otherwise hold more units; the Ws of a rank stand in the order of its Is. If
+        W runs in waits (``weights="fill"`` of :meth:`replace`), such an order has most to fill them with.
 
         Args:
             max_live_units: cap on the units of one rank between their forward and their W; None: the most that any rank
-                of this order holds, so that the largest rank holds no more than before.
+                of this order holds, so the largest rank holds no more than before.
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: ``max_live_units`` is below 1, or below what a rank holds whenever its Ws run.
+            ValueError: ``max_live_units`` is below 1, or below the number that a rank holds whenever its Ws run.
         """
         most = 0 if max_live_units is None else whole("max_live_units", max_live_units, 1)
         return self._from_handle(_C.schedule_defer_weights(self.handle, most), like=self)
@@ -242,31 +245,30 @@ class Schedule:
     def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """Returns the order with an R just before the backward of each of these units.
 
-        R needs no message, so it runs while the gradient that the backward waits for is on its way. A unit that has an
-        R keeps it where it is, and one that is moved to a tier stays so; from text an order may have its Rs anywhere
-        between F and the backward.
+        R needs no message, so it runs while the backward's gradient is on its way. An existing R keeps its place, and a
+        unit moved to a tier stays moved; from text an order may have Rs anywhere between F and the backward.
 
         Args:
-            units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is recomputed.
+            units: ``"all"``, ``"none"``, or a callable that gets each unit's F and says whether to recompute the unit.
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: ``units`` is something else.
+            ValueError: ``units`` is unknown.
         """
         return self._changed("R", units)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
-        """Returns the order in which what these units save is away, in a tier, while nobody reads it.
+        """Returns the order with saved tensors of these units away, in a tier, while nobody reads them.
 
         O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit beside the
-        way out, and one beside the way back. A unit stays here if it would not be away while another one runs, or if it
-        is recomputed. From text an order may have them elsewhere: O, A and L in this order between F and the backward,
-        at most one unit of a rank on its way out, and two on their way back.
+        way out, and one beside the way back. A unit stays if no other unit would run while it is away, or if it is
+        recomputed. From text an order may have them elsewhere: O, A and L in this order between F and the backward, at
+        most one unit of a rank on its way out, and two on their way back.
 
         Args:
-            units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is moved.
+            units: ``"all"``, ``"none"``, or a callable that gets each unit's F and says whether to move the unit.
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: ``units`` is something else, or this order moves units already.
+            ValueError: ``units`` is unknown, or this order moves units already.
         """
         return self._changed("L", units)
 
@@ -277,21 +279,21 @@ class Schedule:
         by: Sequence[str] = ("recompute",),
         costs: Costs = Costs(),
     ) -> Schedule:
-        """Returns the order in which as few units as possible are recomputed, or moved to a tier, so that it fits.
+        """Returns the order with as few units as possible recomputed, or moved to a tier, so that it fits.
 
-        Whenever a rank would hold more than its room, the live unit whose backward is furthest away gives up what its F
-        has saved. With both ways open a unit moves where the tier is back in time for it, and is recomputed elsewhere.
-        If the room is too little for any choice the order still holds more: ``peak_memory`` tells.
+        Whenever a rank would hold more than its room, the live unit with the furthest backward gives up its saved
+        tensors. With both ways open a unit moves if the tier is back in time, and is recomputed otherwise. If the room
+        is too little for any choice, the order still holds more: ``peak_memory`` tells.
 
         Args:
-            memory: bytes of what units hold.
-            room: bytes that a rank may hold, of the kinds that live in units or in receive places; a number, or one
-                for each rank. Weights, the optimizer and ``memory.logits`` come on top.
-            by: what units may do, ``"recompute"``, ``"offload"``, or both.
-            costs: bytes of messages; where both ways are open also the seconds of passes, messages and the tier.
+            memory: bytes that units hold.
+            room: bytes that a rank may hold in units and receive places; a number, or one for each rank. Weights, the
+                optimizer and ``memory.logits`` come on top.
+            by: allowed ways, ``"recompute"``, ``"offload"``, or both.
+            costs: bytes of messages; with both ways open also the seconds of passes, messages and the tier.
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
+            ValueError: the order recomputes or moves units already, ``by`` is unknown, or a number is out of range.
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
@@ -303,7 +305,6 @@ class Schedule:
         return self._with_kinds(kinds)
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
-        """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
         order = self
         for kind in (1, 2):
             if kind in kinds:
@@ -312,11 +313,9 @@ class Schedule:
         return order
 
     def cell_kinds(self) -> tuple[str, ...]:
-        """A text for each stage, with a letter for each segment and a blank between micro-batches.
+        """Returns a text for each stage, with a letter for each segment and a blank between micro-batches.
 
-        The letter tells what becomes of what the unit saves: ``.`` it is kept, ``R`` the unit is recomputed, ``L`` it
-        is moved, and comes back.
-
+        The unit's saved tensors are kept (``.``), recomputed (``R``) or moved and brought back (``L``).
         :meth:`with_cell_kinds` is the way back.
         """
         letters = _C.schedule_cell_kinds(self.handle).translate(_CELL_LETTERS).decode()
@@ -325,11 +324,11 @@ class Schedule:
         return tuple(" ".join(letters[at + a : at + b] for a, b in pairwise(cells)) for at in starts)
 
     def with_cell_kinds(self, rows: Sequence[str]) -> Schedule:
-        """Returns the order with an R, or with O, A and L, for the units that :meth:`cell_kinds` names so.
+        """Returns the order with an R, or with O, A and L, for units marked in texts of :meth:`cell_kinds`.
 
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: the texts are not of this order's counts, or it has such units already.
+            ValueError: the texts have other counts than this order, or it has such units already.
         """
         S, M, counts = self.num_stages, self.num_microbatches, list(self.segments_of)
         words = [row.split(" ") for row in rows]
@@ -342,7 +341,6 @@ class Schedule:
         return self._with_kinds(bytes(map(_CELL_KINDS.index, letters)))
 
     def _changed(self, letter: str, units: str | Callable[[Unit], bool]) -> Schedule:
-        """The order in which the core has changed these units: a byte for each cell of all stages says which."""
         check_units("units", units)
         if units == "none":
             return self
@@ -358,17 +356,18 @@ class Schedule:
     ) -> Schedule:
         """Returns the order with the rows of the vocabulary spread over the ranks.
 
-        With S and T of every segment, the last stage waits for them between its forward and its backward, so forwards
-        go ahead of all else. With E and G, the first stage waits for E.
+        The last stage waits for S and T of a segment between its forward and its backward, so forwards go ahead of all
+        other units. The first stage waits for E.
 
         Args:
-            ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever this
-                order allows and makes it shortest; 0 without ``head``.
+            ahead: every unit other than F stands behind so many more Fs of its rank; None: the number among 0, 1 and 2
+                that this order allows and that gives the shortest step; 0 without ``head``.
             head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
             costs: the new units stand where each rank can run them first.
         Raises:
-            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; with Fs
-                so far ``ahead`` ranks would wait for each other, as one of them needs a B that it went ahead of.
+            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; or
+                ``ahead``
+                is so large that ranks would wait for each other, for a B behind forwards that went ahead.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
@@ -385,7 +384,7 @@ class Schedule:
         return min(orders, key=lambda order: order.simulate(costs).makespan)
 
     def check(self, max_live_units: int | None = None) -> None:
-        """Holds the order to its rules.
+        """Checks the order's rules.
 
         Args:
             max_live_units: cap on the units of one rank between their forward and the end of their backward.
@@ -396,7 +395,7 @@ class Schedule:
         _C.schedule_check(self.handle, 0 if max_live_units is None else whole("max_live_units", max_live_units, 1))
 
     def to_text(self) -> str:
-        """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
+        """Returns one line per rank: ``F0.0 F0.1 B0.1 B0.0``.
 
         A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
         """
@@ -404,7 +403,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Reads what :meth:`to_text` writes.
+        """Reads a text of :meth:`to_text`.
 
         One line per rank, units separated by blanks; ``#`` starts a comment and empty lines do not count. Placement is
         read from the stage prefixes: for two ranks with stages in V order, the first line holds ``[0]`` and ``[3]``,
@@ -416,11 +415,12 @@ class Schedule:
         return cls._from_handle(_C.schedule_from_text(text, 0))
 
     def to_csv(self) -> str:
-        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
+        """Returns torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments +
+        segment.
 
         Raises:
-            ValueError: the order recomputes or moves units, which torch has no cell for, its micro-batches differ in
-                their segments, or these are trees.
+            ValueError: torch has no cell for the order: it recomputes or moves units, its micro-batches differ in their
+                segments, or these are trees.
         """
         from seq1f1b import torch_csv
 
@@ -452,22 +452,23 @@ class Schedule:
         critical: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> Simulation:
-        """When every unit starts and ends if it takes the given time.
+        """Returns the start and end of every unit under the given times.
 
-        Simulates the program that the engine runs, with its places and credits. If the order fills waits, the block of
-        a W is what is left of it.
+        Simulates the engine's program, with its places and credits. If the order fills waits, the block of a W is the
+        part left for its place.
 
         Args:
-            costs: seconds of the units, and what messages, the tier and the optimizer take.
+            costs: seconds of the units, of messages, of the tier and of the optimizer.
             memory: bytes of everything a step holds, for ``memory`` of the result.
-            durations: seconds of every unit, per rank in run order, in place of those of the passes:
-                replays what was measured.
-            noise: how times vary by chance.
-            steps: simulates so many steps in a row, for ``period``; all else is of the first.
-            optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
-            critical: also find ``slack`` and ``critical_path``. Not with a tier that takes time, nor of an order that
+            durations: seconds of every unit, per rank in run order, in place of the passes' seconds: replays a measured
+                step.
+            noise: random variation of times.
+            steps: simulates so many steps in a row, for ``period``; all other results are of the first.
+            optimizer_sync: whether the optimizer waits for all ranks, as for a norm over them; needed with steps.
+            critical: also find ``slack`` and ``critical_path``. Not with a tier that takes time, nor for an order that
                 fills waits.
-            progress: called some times a second with the units that have run; what it raises ends the simulation.
+            progress: called some times a second with the number of units that have run; an exception ends the
+                simulation.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
@@ -475,7 +476,7 @@ class Schedule:
         return simulated(self, costs, memory, durations, noise, steps, optimizer_sync, critical, progress)
 
     def peak_memory(self, memory: StepMemory, costs: Costs = Costs()) -> PeakMemory:
-        """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
+        """Returns the most bytes that each rank holds, as :meth:`simulate` does; they do not depend on times.
 
         Args and errors are those of :meth:`simulate`; ``costs`` has the bytes of messages.
         """
@@ -491,22 +492,19 @@ class Schedule:
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
-        """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
-        ``HOLDINGS``."""
+        """Returns, [rank][i][holding], the bytes that unit i takes when it starts, and frees when it ends."""
         found = _C.program_changes(self._lower(), held_bytes(self, memory, None)).cast("B")
         rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
     def _seconds_of(self, costs: Costs) -> array[float]:
-        """By what places are counted: seconds of passes, and the latency between stages of the longest message."""
         most = max(flat(self, "message_bytes", _C.PER_SEGMENT, costs.links.message_bytes, "q"))
         latency = flat(self, "latency", _C.PER_PAIR, costs.links.latency)
         per_byte = seconds_per_byte(self, costs.links)
         return pass_seconds(self, costs) + array("d", map(lambda a, b: a + max(most, 0) * b, latency, per_byte))
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
-        """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need
-        it."""
+        """Returns the core's program for the engine of one rank; with_receives: for transports with a rendezvous."""
         return _C.program_lower(self.handle, self.prefetch, with_receives, rank, self._times)
 
     def _lower(self) -> Any:
@@ -518,14 +516,13 @@ class Schedule:
 def _from_pickle(
     cls: type[Schedule], text: str, prefetch: int | None, times: array[float] | None, fills: bool
 ) -> Schedule:
-    """The order that :meth:`Schedule.__reduce__` has written."""
     order = cls.from_text(text)
     order.prefetch, order._times, order.fills = prefetch, times, fills
     return order
 
 
 def check_units(name: str, units: object) -> None:
-    """Raises unless this says which units an order recomputes, or moves."""
+    """Raises unless the argument says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
         raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
 
@@ -544,44 +541,46 @@ def build_schedule(
     prefetch: int | None = None,
     weights: str = "planned",
 ) -> Schedule:
-    """Builds the order of a named family, one of those of :func:`schedules`, for these counts.
+    """Builds the order of a named family for these counts.
 
     Args:
         name: one of :func:`schedules`.
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, one
             for each micro-batch: an order of rows. Its costs and bytes are ``[stage][micro-batch][segment]``. In rules
-            k is then the largest, and ``M k`` the sum of all. A family that needs one k for all says so.
-        options: what a family may be told beyond its counts; each takes some of these.
+            k is then the largest number, and ``M k`` the sum of all. A family that needs one k for all says so.
+        options: further settings; each family takes some of these.
             ``group``: micro-batches that go forward, and back, together.
             ``round``: interleaving, a round holds at least so many micro-batches.
             ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
-            groups of P segments or a few more, so that fewer messages wait; k >= P, and without ``round``.
+            groups of P segments or a few more, so fewer messages wait; k >= P, and without ``round``.
             ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: with slow
             transfers it trades memory for time.
-            ``cap``: (stage, segment) units that a rank holds at most, where the backward is split; more than the
-            family's own lets W wait for a bubble.
-            ``unit_bytes``, ``cap_bytes``: the same in bytes: of a unit, from F to the end of W, a number or
+            ``cap``: (stage, segment) units that a rank holds at most, if the backward is split; more than the
+            family's own cap lets W wait for a bubble.
+            ``unit_bytes``, ``cap_bytes``: a cap in bytes: of a unit, from F to the end of W, a number or
             ``[stage][segment]``, and of a rank, a number or one per rank.
             ``transfer``: seconds of a message between two ranks.
-            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
-            ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
-            splits unless told otherwise.
-            ``trees``: with ``parents``, ``"nested"``: one branch after another, so that a rank holds a path and P - 1
-            units more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
+            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``, which takes the better one by default.
+            ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``, which
+            splits by default.
+            ``trees``: with ``parents``, ``"nested"``: one branch after another, so a rank holds a path and P - 1 units
+            more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
             go forward by their numbers and back in reverse, as in every other family.
-            ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
-            these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
+            ``costs``: of F, I and W, each a number or ``[stage][segment]``, if the backward is split: W go where
+            these leave bubbles; the order is never worse under them than the order for equal costs. ``"auto"`` takes
+            the
             whole order from them, and is never worse than a named family within the same cap.
         parents: micro-batches whose segments are trees: for each micro-batch the segment that each of its segments
-            follows, -1 for segment 0, the root, and a lower number than its own for every other one; None for a
+            follows, -1 for segment 0, the root, and a lower number than the segment's own for all others; None for a
             micro-batch whose segments follow each other. F of a segment runs after F of its parent, its backward after
-            those of all that follow it. Every family builds for trees.
-        recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
+            its children's. Every family builds for trees.
+        recompute: ``"none"``, ``"all"``, or a callable of a unit: the units that the order recomputes, see
             :meth:`Schedule.recompute`.
-        offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
-        prefetch, weights: how many receive places there are, and whether W fills waits (``"fill"``) or not
-            (``"planned"``), see :meth:`Schedule.replace`. Places by time (None) are counted by the options ``costs``
-            and ``transfer`` where they are given.
+        offload_units: ``"none"``, ``"all"``, or a callable of a unit: the units that the order moves to a tier and
+            back, see :meth:`Schedule.offload`.
+        prefetch, weights: number of receive places, and whether W fills waits (``"fill"``) or not (``"planned"``), see
+            :meth:`Schedule.replace`. Places by time (None) are counted by the options ``costs`` and ``transfer`` if
+            given.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.

@@ -1,5 +1,4 @@
-"""Seconds of units: what a source of them says of one, tables of all units of a step, as costs have them, and how long
-units of any length take by some that were measured."""
+"""Seconds of units: of one unit by a source, tables for all units of a step, and fits to measured units."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ __all__: list[str] = []
 
 
 class Span(NamedTuple):
-    """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end.
+    """Tokens of a segment, pairs of one of its tokens and a token seen by it, and tokens up to the segment's end.
 
     ``within``: the pairs in layers with a window, for each window of the model. Each field may be an array instead, of
     many segments: sources of seconds use operators and ufuncs of numpy alone.
@@ -30,9 +29,9 @@ class Span(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split.
+    """Seconds of F, of I and W, and of the whole B, which replaces I and W if the order does not split.
 
-    ``recompute`` is what R adds to a unit. Seconds of all units of a step are tables, each [stage][segment].
+    ``recompute`` is R's addition to a unit. Seconds of all units of a step are tables, each [stage][segment].
     """
 
     forward: float
@@ -69,10 +68,12 @@ def _pairs_of_first(tokens: Any, window: int) -> Any:
 
 
 def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any:
-    """Pairs of one of the tokens of a row of documents and a token up to it that it attends to: an array, of the tokens
-    between each two of the bounds.
+    """Returns, for the tokens between each two of the bounds, the pairs of a token and an earlier token seen by it: an
+    array.
 
-    window: tokens that one attends to, itself included; 0: all before it.
+    The tokens lie in a row of documents.
+
+    window: tokens seen by a token, itself included; 0: all before it.
     """
     ends = np.cumsum([0, *documents], dtype=np.float64)
     at = np.asarray(bounds, dtype=np.float64)
@@ -82,12 +83,12 @@ def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any
 
 
 def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """Pairs of queries ``[begin, end)`` and the keys that they see."""
+    """Returns pairs of queries ``[begin, end)`` and the keys that they see."""
     return float(pairs_between(documents, (begin, end), window)[0])
 
 
 def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
-    """The tokens of a row of documents between each two of the bounds: one span, of arrays."""
+    """Returns the tokens of a row of documents between each two of the bounds: one span, of arrays."""
     at = np.asarray(bounds, dtype=np.float64)
     within = tuple([pairs_between(documents, at, window) for window in windows])
     return Span(np.diff(at), pairs_between(documents, at), at[1:], within)
@@ -100,8 +101,9 @@ def spans_of(
     parents: Sequence[int] | None = None,
     parts: Sequence[Sequence[int]] | None = None,
 ) -> list[Span]:
-    """The segments of a row of documents, or of a tree, where each segment sees its path, and leaves that share one see
-    that and their own tokens.
+    """Returns the segments of a row of documents, or of a tree.
+
+    In a tree each segment sees its path; leaves in one segment see the path and their own tokens.
 
     Args:
         documents: None: the row is one document, or a tree.
@@ -129,11 +131,14 @@ def spans_of(
 
 
 def seconds_of(source: Any, span: Span) -> Any:
-    """Tables of the units over a span of arrays, of any rows, as a ``PassSeconds``. Stages of one kind share a list.
+    """Returns tables of the units over a span of arrays, of any rows, as a ``PassSeconds``. Stages of one kind share a
+    list.
 
     source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
-        alike for stages that cost alike; ``seconds(span)`` tells those of a unit, for each kind, and ``shard(span)``
-        those of a vocabulary over the ranks.
+    equal
+        for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)`` those of
+        a
+        vocabulary over the ranks.
     """
     zeros = 0.0 * span.tokens  # makes arrays of numbers that are the same for all
     by_kind = [[(seconds + zeros).tolist() for seconds in found] for found in source.seconds(span)]
@@ -141,13 +146,13 @@ def seconds_of(source: Any, span: Span) -> Any:
 
 
 def shards_of(source: Any, span: Span) -> dict[str, list[list[float]]]:
-    """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
+    """Returns the passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
     rows = [(seconds + 0.0 * span.tokens).tolist() for seconds in source.shard(span)]
     return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:
-    """One span for all, of arrays."""
+    """Returns one span for all, of arrays."""
     tokens, pairs, end, within = zip(*spans, strict=True)
     columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
     return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
@@ -168,15 +173,15 @@ class Fit(NamedTuple):
     residual: float
 
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> float:
-        """``pairs``: of a token and one that it sees, itself included."""
+        """Returns the seconds of tokens and pairs; ``pairs``: of a token and a token that it sees, itself included."""
         return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
 
 
 def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool = True) -> Fit:
-    """Floor and rates, none negative, that make the squares of measured / fitted - 1 smallest over (tokens, pairs,
-    seconds). Measured zeros are left out; with nothing else everything is 0.
+    """Fits floor and rates, none negative, to (tokens, pairs, seconds), by least squares of measured / fitted - 1.
 
-    Each set of terms that may be zero is tried, and the best one is the least-squares solution under the bounds.
+    Measured zeros are left out; without other rows everything is 0. Each set of terms that may be zero is tried, and
+    the best one is the least-squares solution under the bounds.
     """
     rows = [row for row in rows if row[2] > 0]
     if not rows:

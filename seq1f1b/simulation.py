@@ -34,7 +34,7 @@ class Links:
             infinite.
         send: seconds that a sender itself spends on a message.
         message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
-        statistics_bytes: the same of a message from shard to shard of the vocabulary.
+        statistics_bytes: bytes of a message from shard to shard of the vocabulary, a number or one per segment.
     """
 
     latency: float | Sequence[float] = 0.0
@@ -46,18 +46,18 @@ class Links:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the units of an order, of its messages and of what else a rank does in a step.
+    """Seconds of the units of an order, of its messages and of a rank's further work in a step.
 
     Attributes:
         forward, backward: seconds of F, and of the full B.
-        weight: W where the order splits ``backward``; None: half of it.
-        input: I where the order splits ``backward``; None: what ``weight`` leaves of it.
-        recompute: R where the order recomputes; None: ``forward``.
-        statistics, loss, embed, embed_gradient: S, T, E and G where the vocabulary is spread over the ranks.
+        weight: W if the order splits ``backward``; None: half of ``backward``.
+        input: I if the order splits ``backward``; None: ``backward`` less ``weight``.
+        recompute: R if the order recomputes; None: ``forward``.
+        statistics, loss, embed, embed_gradient: S, T, E and G of a vocabulary spread over the ranks.
         move_out, move_in: seconds that moving takes of the rank's own time: of O, and of L.
-        links: what messages take.
-        tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time, beside
-            the units. A, and the backward of a unit that was moved, wait for it.
+        links: costs of messages.
+        tier: seconds that a rank's tier takes to move a unit's saved tensors, out or back. A tier moves one unit at a
+            time, beside the running units. A, and the backward of a moved unit, wait for the tier.
         optimizer: seconds that every rank, or each, needs after a step before it begins the next.
     """
 
@@ -79,12 +79,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Noise:
-    """Times that vary by chance.
+    """Random variation of times.
 
     Attributes:
         jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
-        transfer_jitter: the same of every message's time on its link and its latency.
-        seed: the same one draws the same times.
+        transfer_jitter: varies every message's time on its link and its latency likewise.
+        seed: equal seeds draw equal times.
     """
 
     jitter: float = 0.0
@@ -97,25 +97,25 @@ class StepMemory:
     """Bytes that a step holds. Per stage: a number or one for each; per unit: a number or ``[stage][segment]``.
 
     Attributes:
-        activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
-            the unit is recomputed, R saves it; if it is moved, it is not held from A to L.
-        kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
+        activations: bytes that F of a unit saves beyond its input, which lies in its receive place; held to the end of
+            B. If the unit is recomputed, R saves them; if it is moved, they are not held from A to L.
+        kept_activations: the part of ``activations`` that W reads, if the backward is split; I frees the rest. None:
+            all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
-        kv_rows: keys and values that a unit writes, per unit; held from its F to the end of its B or I: what is held in
-            place of ``kv`` where the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
+        kv_rows: keys and values that a unit writes, per unit; held from its F to the end of its B or I. Replaces ``kv``
+            if the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
         kv_gradient_rows: gradients of the keys and values that a unit writes, per unit; held from B of the last segment
-            to the end of the unit's own: in place of ``kv_gradients`` where ``kv_rows`` stands in for ``kv``.
-        inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
-        staying: what stays of every unit from its F to the end of its B or I, whatever becomes of its activations: an
-            input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
-            ``inputs`` in peaks.
-        forward_work, backward_work: what F or R, and B or I, of a unit allocate for a while, per unit; held while they
-            run.
+            to the end of the unit's own. Replaces ``kv_gradients`` if ``kv_rows`` replaces ``kv``.
+        inputs: bytes that a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
+        staying: bytes of every unit held from its F to the end of its B or I, even if activations are recomputed or
+            moved: an input from a stage of the same rank, the gradient of a loss within F. Counts with ``inputs`` in
+            peaks.
+        forward_work, backward_work: temporary bytes of F or R, and of B or I, per unit; held while they run.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
-        logits: of one unit of the last stage, with what its loss needs; held throughout.
+        logits: of one unit of the last stage, with its loss's needs; held throughout.
         shard_logits: of a shard of the vocabulary, a number or one per segment; held from S to the end of T.
     """
 
@@ -141,8 +141,8 @@ class PeakMemory:
     """Most bytes that each rank holds, one value per rank; every kind of :class:`StepMemory` at its own peak.
 
     Attributes:
-        receive: places of the receivers, each as large as the largest message that comes into it.
-        total: most of all kinds together at one time; the sum of the peaks may be more.
+        receive: places of the receivers, each as large as its largest message.
+        total: most bytes of all kinds together at one time; the sum of the peaks may be more.
     """
 
     activations: tuple[int, ...]
@@ -167,17 +167,17 @@ class Simulation:
     Attributes:
         makespan: first start to last end over all ranks.
         span: first start to last end of the rank.
-        busy: sum of its units.
-        wait: time it waits for messages, for free places of its receivers and for its tier.
+        busy: sum of the rank's units.
+        wait: time waiting for messages, for free places of receivers and for the tier.
         bubble: makespan less busy.
-        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
-        memory: peaks of every kind of memory, where these were given.
-        given: what was given.
-        period: seconds per step where several were simulated: from the last end of the first step to that of the last.
-        slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
+        peak: most units live at once, from forward (R, if recomputed) to the end of backward, unless away.
+        memory: peaks of every kind of memory, if given.
+        given: the given memory.
+        period: seconds per step in a row of several: from the last end of the first step to that of the last.
+        slack: if asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
             stays.
-        critical_path: where asked for, units each of which waited for the one before it, from a first start to the last
-            end: the makespan is theirs and their transfers'.
+        critical_path: if asked for, units each of which waited for the one before it, from a first start to the last
+            end: their times and transfers make the makespan.
         start, end: seconds of every unit in run order.
     """
 
@@ -204,11 +204,11 @@ class Simulation:
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the ranks' time that is bubble."""
+        """Share of the bubble in the ranks' time."""
         return sum(self.bubble) / (self.makespan * len(self.bubble)) if self.makespan > 0 else 0.0
 
     def to_text(self, width: int = 100) -> str:
-        """The timeline as text, one line per rank, in ``width`` columns."""
+        """Returns the timeline as text, one line per rank, in ``width`` columns."""
         return timeline_text(self.timeline, width=width)
 
 
@@ -291,14 +291,14 @@ def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[f
 
 
 def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[int]]:
-    """For each rank the units, the bytes of each holding, of receive places, and of all, at their peaks."""
+    """Returns for each rank, at their peaks, units, bytes of each holding, of receive places, and of all."""
     found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links)).cast("B")
     rows: Any = found.cast("q", (schedule.num_ranks, len(HOLDINGS) + 3))
     return rows.tolist()  # type: ignore[no-any-return]
 
 
 def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemory:
-    """Peaks of every rank; adds what is held throughout a step."""
+    """Returns the peaks of every rank, with memory held throughout a step."""
 
     constant = dict.fromkeys(("weights", "optimizer", "logits"), (0,) * schedule.num_ranks)
     for name in [name for name in constant if getattr(memory, name)]:
@@ -319,7 +319,7 @@ def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemor
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
-    """Bytes or tokens of each rank, stage or segment, numbers that are at least 0."""
+    """Returns bytes or tokens of each rank, stage or segment; raises for numbers below 0."""
     values = flat(schedule, name, per, given, "q")
     if min(values) < 0:
         raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
@@ -327,7 +327,7 @@ def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[i
 
 
 def costs_of_options(options: Mapping[str, Any]) -> Costs:
-    """The seconds of units and messages that an order is built for."""
+    """Returns the seconds of units and messages for which an order is built."""
     forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
     return Costs(
         forward,
@@ -341,11 +341,10 @@ def costs_of_options(options: Mapping[str, Any]) -> Costs:
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """Sums of two tables, or of a table and a number."""
     if not hasattr(a, "__len__"):
         return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
     return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
 
 
 def _ignore(num_run: int) -> None:
-    """Progress that nobody wants to see; the call lets Ctrl-C through."""
+    """Ignores the progress; the call lets Ctrl-C through."""

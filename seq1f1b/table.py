@@ -8,7 +8,7 @@ __all__ = ["rounded", "table_text"]
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Aligns rows under the first one, which holds the heads. A column that is empty below its head is left out."""
+    """Aligns rows under the first one, which holds the heads. A column empty below its head is left out."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = zip(*columns, strict=True)

@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
-    """Calls ``fn(group)`` once per rank, each in a thread of its own, with that rank's loopback group.
+    """Calls ``fn(group)`` once per rank, each in a thread of its own, with the rank's loopback group.
 
-    The threads take over the caller's grad mode and autocast state, and share torch's generators: make modules that
-    must be the same in each run before. Returns the results by rank. If threads fail, one error
-    is raised once every thread has ended: the earliest that is not the PipelineError by which ranks hear of another's.
+    The threads take over the caller's grad mode and autocast state, and share torch's generators: if modules must be
+    equal in each run, make them before. Returns the results by rank. If threads fail, one error is raised once every
+    thread has ended: the earliest other than a PipelineError, by which ranks hear of another rank's error.
     """
     groups = LoopbackGroup(num_ranks)
     results: list[Any] = [None] * num_ranks

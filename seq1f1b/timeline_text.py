@@ -17,11 +17,11 @@ _FILL = {letter: dict(zip("FBIWRSTEGOAL", "-=~+^.%'\">|<", strict=True)).get(let
 
 
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:
-    """One line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
+    """Returns one line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
 
-    The labels are the longest for which ``width`` has room: ``0.1``, or ``0b`` for the same, or ``0``, or none. Blanks
-    are bubbles; stages of one rank look alike. Where units are narrower than a column, passes and blanks stand as often
-    as they have shares of the time. The last lines say how to read it.
+    The labels are the longest for which ``width`` has room: ``0.1``, or the shorter ``0b``, or ``0``, or none. Blanks
+    are bubbles; stages of one rank look alike. If units are narrower than a column, passes and blanks appear in
+    proportion to their time. The last lines are a legend.
 
     Args:
         width: columns of a line.
@@ -62,7 +62,7 @@ def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None 
 
 
 def column_seconds(timeline: Timeline, *, width: int) -> float:
-    """Seconds of a column where the timeline fills ``width``; units that are equal get equal columns if they can."""
+    """Returns the seconds of a column if the timeline fills ``width``; equal units get equal columns if possible."""
     begin, end = extent(timeline)
     narrowest = min(_shortest(timeline).values(), default=0.0)
     column = (end - begin) / max(width - _margin(timeline), 1)
@@ -74,7 +74,6 @@ def _margin(timeline: Timeline) -> int:
 
 
 def _shortest(timeline: Timeline) -> dict[str, float]:
-    """Seconds of the shortest unit of each pass that takes any."""
     shortest: dict[str, float] = {}
     for unit, start, stop in (entry for track in timeline for entry in track):
         if stop > start:
@@ -83,14 +82,14 @@ def _shortest(timeline: Timeline) -> dict[str, float]:
 
 
 def kinds_of(timeline: Timeline) -> tuple[list[str], list[str]]:
-    """Passes with units that take a rank's time, and passes without: moves to a tier run beside other units."""
+    """Returns passes with units that take a rank's time, and passes without: moves to a tier run beside other units."""
     there = {unit.kind for track in timeline for unit, _, _ in track}
     seen = _shortest(timeline).keys() or there
     return [kind for kind in _FILL if kind in seen], [kind for kind in _FILL if kind in there - seen]
 
 
 def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
-    """One pass or blank per column: what is most in arrears of its share of the time so far."""
+    """Returns one pass or blank per column: the one furthest behind its share of the time so far."""
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for (unit, start, stop), in_wait in zip(track, in_waits(track), strict=True):
         left, right = (start - begin) * scale, (stop - begin) * scale
@@ -109,9 +108,9 @@ def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: flo
 
 
 def _label(units: list[Unit], widths: Sequence[int]) -> Callable[[Unit], str]:
-    """The longest that fits. ``widths``: columns of the shortest unit of each pass, ascending.
+    """Returns the longest label that fits. ``widths``: columns of the shortest unit of each pass, ascending.
 
-    A pass is told by what fills its unit up behind the label, so at most one may be all label.
+    The characters behind the label show the pass, so at most one pass may be all label.
     """
     for form, room in _labels(units):
         longest = max(len(form(unit)) for unit in units)
@@ -140,13 +139,13 @@ def extent(timeline: Timeline) -> tuple[float, float]:
 
 
 def in_waits(track: Sequence[tuple[Unit, float, float]]) -> list[bool]:
-    """Per entry, whether it is a part of a unit that ran in a wait: the unit's own place comes later in the track."""
+    """Returns per entry whether it is a part of a unit that ran in a wait: the unit's own place comes later."""
     last = {unit: i for i, (unit, _, _) in enumerate(track)}
     return [last[unit] > i for i, (unit, _, _) in enumerate(track)]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds per unit, and the unit in which a time of this size reads well."""
+    """Returns the seconds per unit, and the unit in which a time of this size reads well."""
     return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
 
 

@@ -54,7 +54,7 @@ def from_csv(text: str, num_segments: int) -> list[list[Unit]]:
 
 
 def _units(line: str, number: int, num_segments: int) -> Iterator[Unit]:
-    """The units of a line. Torch writes an F and a B that share their time as one cell, (0F1;0B0)OVERLAP_F_B."""
+    """Yields the units of a line. Torch writes an F and a B that share their time as one cell, (0F1;0B0)OVERLAP_F_B."""
     for i, token in enumerate(_TOKEN.findall(line.partition("#")[0]), 1):
         pair = _OVERLAPPED.fullmatch(token)
         for part in pair.groups() if pair else (token,):

@@ -1,4 +1,4 @@
-"""Units by name, as Python shows them: ``csrc/core/unit.c`` holds their rules."""
+"""Units by name, for Python; ``csrc/core/unit.c`` holds their rules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["ProgramEdge", "Timeline", "Unit", "edges_of", "inputs_of", "unit_of"
 class Unit(NamedTuple):
     """One pass of one stage over one segment of one micro-batch; ``str(unit)`` is its text, ``F1.0``.
 
-    ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
-    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
-    stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
-    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
-    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients). What F saved may be moved to
-    a tier, a file: it begins to go at ``"O"``, its memory is free from ``"A"`` on, at ``"L"`` it begins to come back.
+    ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, if an order splits the backward, ``"I"`` and ``"W"``
+    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept only the stage's input, and R runs the
+    stage again for the backward. If the vocabulary is spread over the ranks, each rank has ``"S"`` (logits of its
+    shard) and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients), and ``"E"`` (a shard's
+    rows of the input embedding) and ``"G"`` (their gradients); their stage is the rank. Tensors saved by F may move to
+    a tier, a file: they begin to go at ``"O"``, their memory is free from ``"A"`` on, and at ``"L"`` they begin to come
+    back.
     """
 
     kind: str
@@ -32,13 +33,13 @@ class Unit(NamedTuple):
 
 
 def unit_of(unit: tuple[int, int, int, int]) -> Unit:
-    """The unit that the C core calls (number of the pass, stage, micro-batch, segment)."""
+    """Returns the unit of the C core's numbers (pass, stage, micro-batch, segment)."""
     number, stage, microbatch, segment = unit
     return Unit(_C.PASSES[number], stage, microbatch, segment)
 
 
 def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
-    """For each unit, those of the units whose results it takes, as the core has it.
+    """Returns for each unit the units whose results it takes, by the core's rules.
 
     Args:
         parents: for each micro-batch the segment that each of its segments follows; None: the one before it.

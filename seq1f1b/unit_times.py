@@ -1,4 +1,4 @@
-"""Seconds of units of any length, from those of some that were measured."""
+"""Predicts seconds of units of any length from measured ones."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # of which only the ratios coun
 
 
 def unit_seconds(report: Report) -> dict[Unit, float]:
-    """Seconds of each unit of a rank, with the engine's own time around it."""
+    """Returns the seconds of each unit of a rank, with the engine's own time around it."""
     units = report._unit_seconds
     own = report._own_seconds / max(1, len(units))
     return {unit: seconds + own for unit, seconds in units.items()}
 
 
 def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
-    """Three numbers of each pass of each stage, from measured units: pass, stage, span and seconds.
+    """Returns three numbers for each pass of each stage, from measured units: pass, stage, span and seconds.
 
-    A unit of n tokens whose queries see p keys in all takes a + b n + c p: launches and what else is the same for every
-    unit, products with weights, attention. None of the three is below 0.
+    A unit of n tokens whose queries see p keys in all takes a + b n + c p: a constant for launches and other fixed
+    work, products with weights, attention. None of the three is below 0.
     """
     samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
     for kind, stage, span, seconds in measured:
@@ -42,8 +42,8 @@ def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
 
 
 class MeasuredUnits:
-    """A source of seconds: whole stages, as they were measured. What was not measured takes as many times as long as
-    ``like`` says as what was.
+    """A source of seconds: whole measured stages. A pass without measurement takes the measured seconds times the ratio
+    of the two passes in ``like``.
 
     Args:
         terms: of every stage.
@@ -51,7 +51,7 @@ class MeasuredUnits:
 
     Attributes:
         splits: whether I and W were measured.
-        balance: tokens after which attention has taken as long as all else of a token.
+        balance: tokens after which a token's attention takes as long as its other work.
         fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
     """
 
@@ -86,7 +86,6 @@ class MeasuredUnits:
 
 
 def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:
-    """A unit of a stage, of whose passes some were measured."""
     own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
     own.setdefault("forward", like.forward)
     own.setdefault("recompute", _like(own["forward"], like.recompute, like.forward))
@@ -99,6 +98,5 @@ def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSecond
 
 
 def _like(measured: Any, wanted: Any, known: Any) -> Any:
-    """The wanted seconds, of which the known ones were measured."""
     is_known = np.greater(known, 0)
     return np.where(is_known, measured * wanted / np.where(is_known, known, 1.0), wanted)

@@ -1,4 +1,4 @@
-"""One table of where each feature runs, for the engine's refusals, the planner and the docs. Needs no torch."""
+"""One table of the features' devices, for the engine's refusals, the planner and the docs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["HOST"]
 
 
 class _Place(enum.Enum):
-    """Pinned host memory, as the place to which ``Memory(offload=seq1f1b.HOST)`` moves what units on a GPU save."""
+    """Pinned host memory, the place to which ``Memory(offload=seq1f1b.HOST)`` moves saved tensors of units on a GPU."""
 
     HOST = "pinned host memory"
 
@@ -20,7 +20,7 @@ class _Place(enum.Enum):
 
 
 HOST: Final = _Place.HOST
-"""Pinned host memory, as the place to which ``Memory(offload=seq1f1b.HOST)`` moves what units on a GPU save."""
+"""Pinned host memory, the place to which ``Memory(offload=seq1f1b.HOST)`` moves saved tensors of units on a GPU."""
 
 
 Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """A feature.
 
     Attributes:
-        refusal: why it does not run where it is refused, and what does; empty if it runs everywhere.
+        refusal: the reason for a refusal, and the remedy; empty if the feature runs everywhere.
     """
 
     feature: str
@@ -89,16 +89,16 @@ ROWS = {
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    """The table for a page: feature, and the words of its states on the CPU, on one GPU and on several."""
+    """Yields the table for a page: feature, and the words of its states on the CPU, on one GPU and on several."""
     for each in ROWS.values():
         yield each.feature, each.cpu.value, each.one_gpu.value, each.several_gpus.value
 
 
 def check(feature: str, option: str, device: object) -> None:
-    """Raises ValueError, with the remedy, where a feature is refused.
+    """Raises ValueError, with the remedy, if a feature is refused on the device.
 
     Args:
-        option: that asks for it, as the user wrote it: ``"Memory.offload"``.
+        option: the option that asks for the feature, as the user wrote it: ``"Memory.offload"``.
         device: of the stages, a torch.device or its text.
     """
     found = ROWS[feature]
@@ -107,6 +107,6 @@ def check(feature: str, option: str, device: object) -> None:
 
 
 def tier_of(device_type: str) -> str | None:
-    """Short name of the tier that units on such a device may move to; None: there is none."""
+    """Returns the short name of the tier for units on such a device; None without a tier."""
     runs = [name for name in ("folder", "host") if ROWS[name].state(device_type) is not State.REFUSED]
     return runs[0] if runs else None

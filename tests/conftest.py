@@ -1,20 +1,29 @@
-"""The order of test files: those that take longest begin first, so that no worker is left alone with one at the end."""
+"""The order of test files, and the slow suites: what takes longest begins first, so that none is left at the end."""
 
 import pytest
 import slices
 
-LONGEST_FIRST = (
-    *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py"),
-    *("transport/test_restarts.py", "engine/test_failures.py", "front/test_benchmarks.py", "checks/test_verify.py"),
-    *("transport/test_machines.py", "engine/test_engine_compile.py", "front/test_gpu_benchmark.py"),
+# Suites that start many processes, compile, drive a browser or wait for limits: `.ci/run slow` runs them, plain pytest
+# does not. Of a file with a name, the tests of that name.
+SLOW = (
+    *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py::test_page"),
+    *("transport/test_restarts.py", "front/test_benchmarks.py", "transport/test_machines.py"),
+    *("engine/test_engine_compile.py", "front/test_gpu_benchmark.py", "view/test_explorer.py", "view/test_page.py"),
+    *("attention/test_ulysses.py::test_a_compiled_stage_of_two_ranks", "transport/test_launch.py"),
 )
+LONGEST_FIRST = (*(name.partition("::")[0] for name in SLOW), "engine/test_failures.py", "checks/test_verify.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     slices.takes_full = "not full" not in config.option.markexpr
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For ``--dist loadfile --no-loadscope-reorder``; without the latter the files with most tests come first."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    for item in items:
+        name = "/".join(item.path.parts[-2:])
+        if name in SLOW or f"{name}::{item.name.partition('[')[0]}" in SLOW:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))

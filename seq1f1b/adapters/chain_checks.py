@@ -152,7 +152,7 @@ class Frozen:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within, this thread's reads of attributes are noted."""
+        """Notes the attributes that this thread reads in the block."""
         owners: dict[int, tuple[Any, nn.Module, tuple[str, ...]]] = {id(m): (m, m, ()) for m in self._names}
         this_thread = threading.get_ident()  # others may run a step of another rank
 

@@ -263,7 +263,7 @@ def _difference(whole: _Run, stages: _Run) -> str:
 
 
 def _off(value: Any, found: Any, eps: float = 0.0, typical: float = 0.0) -> str:
-    """By what a value is another one, in words; "": by nothing but rounding, beside its size and a typical one."""
+    """Says how a value differs from the model's; "" for rounding, measured by its size and a typical one."""
     if not isinstance(value, Tensor) or not isinstance(found, Tensor):
         differs = type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found)
         return f"is {found!r}, the model's is {value!r}" if differs else ""

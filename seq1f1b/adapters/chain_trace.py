@@ -298,7 +298,7 @@ for _function in _OURS:
 
 @contextmanager
 def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
-    """Within, this thread's calls of our operations are recorded, wherever the model's files import them.
+    """Records this thread's calls of our operations in the block, wherever the model's files import them.
 
     So is ``torch.zeros(length, 4)``, which torch parses before it asks a mode.
     """

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -70,9 +70,9 @@ class PipelineState:
         for module in engine.modules():
             for part in module.modules():
                 self._shards |= getattr(part, "row_shards", {})
-            for name, tensor in _tensors_of(module):
-                if tensor not in self._names:
-                    name = self._names[tensor] = tied.get(id(tensor), name)
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if isinstance(tensor, Tensor) and tensor not in self._names:
+                    name = self._names[tensor] = tied.get(id(tensor), name.replace("_orig_mod.", ""))  # torch.compile's
                     self._tensors.setdefault(name, []).append(tensor)
                     is_shared = id(tensor) in tied or tensor in self._shards or not isinstance(tensor, nn.Parameter)
                     own.append((name, list(self._as_saved(tensor, tensor).shape), is_shared))
@@ -251,16 +251,6 @@ def optimized(state: PipelineState) -> Callable[[str], bool]:
     """Whether an entry of a checkpoint's optimizer is of a parameter that an optimizer of this rank has."""
     names = state._optimized().keys()
     return lambda key: state._split(key)[1] in names
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of what a state dict holds; torch.compile adds to the names."""
-    for name, parameter in module.named_parameters():
-        yield name.replace("_orig_mod.", ""), parameter
-    for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), buffer
 
 
 _LOAD = inspect.unwrap(load).__code__

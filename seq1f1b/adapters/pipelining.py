@@ -29,7 +29,6 @@ class _Segmented:
 
     _n_microbatches: int
     _loss_fn: Callable[..., Tensor] | None
-    scale_grads: bool
     _has_backward: bool
     _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _merge_outputs: Callable[[list[Any]], Any]
@@ -66,8 +65,7 @@ class _Segmented:
             segment_sizes=segment_sizes,
             seq_dim=seq_dim,
             loss_fn=loss_fn,
-            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
-            loss=replace(loss, scale_grads=False),
+            loss=replace(loss, scale_grads=scale_grads),
             group=self._own_stages[0].group,
             **engine,
         )
@@ -184,7 +182,6 @@ class _Segmented:
                     inputs,
                     target_mbs if engine.has_last else None,
                     kwarg_mbs,
-                    gradient_divisor=self._n_microbatches if self.scale_grads else 1,
                     loss_kwargs=loss_kwargs,
                     return_outputs=return_outputs,
                 )
@@ -211,15 +208,16 @@ class _Segmented:
 class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     """Seq1F1B in the place of torch's ``Schedule1F1B``: the same stage, arguments and calls.
 
-    With ``n_segments=1`` it is 1F1B, and its losses and gradients are those of ``Schedule1F1B`` bit for bit; fewer
-    micro-batches than stages work too. Unlike torch's it runs the module in the step alone, never to learn its shapes,
-    and takes sequences of another length in every step.
+    With ``n_segments=1`` it is 1F1B, and its losses and gradients are those of ``Schedule1F1B`` bit for bit but for the
+    rounding of 1 / M: backwards start with it here, and torch divides at the end. Fewer micro-batches than stages work
+    too. Unlike torch's it runs the module in the step alone, never to learn its shapes, and takes sequences of another
+    length in every step.
 
     Args:
         stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
-            called per segment. With ``scale_grads`` a step divides by M what it adds to ``.grad``, and nothing that was
-            there before: steps before ``zero_grad`` accumulate.
+            called per segment. With ``scale_grads`` gradients are those of the mean of M losses, and nothing that was
+            there before is divided: steps before ``zero_grad`` accumulate.
         n_segments: k, parts of every sequence. Attention must be :func:`seq1f1b.causal_attention`, and other state
             along the sequence must be handed on by ``carry_in`` and ``carry_out``.
         segment_sizes, seq_dim: as of :class:`seq1f1b.PipelineEngine`.

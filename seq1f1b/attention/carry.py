@@ -1,6 +1,6 @@
-"""Requests of a module to the step it runs in: state carried along the sequence, and auxiliary losses.
+"""A module's requests to the running step: state carried along the sequence, and auxiliary losses.
 
-Outside a step the same calls make the module ordinary torch: ``carry_in`` gives the default, the other two do nothing.
+Outside a step the calls leave the module ordinary torch: ``carry_in`` gives the default, the others do nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def _key(layer: Tensor | int) -> int:
 
 @_disable_dynamo
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
-    """State that the previous segment left by :func:`carry_out`.
+    """Returns the state that the previous segment left by :func:`carry_out`.
 
-    With packed documents, a layer must forget its state at the first token of every document, wherever in the segment
-    that lies: ``positions(x, doc_ids=doc_ids)`` is 0 there.
+    With packed documents, a layer must forget its state at the first token of every document, anywhere in the segment:
+    ``positions(x, doc_ids=doc_ids)`` is 0 there.
 
     Args:
-        layer: handle or int that names the state; attention has its own names.
-        default: the state before the first token. It is returned in the first segment, and outside a step.
+        layer: handle or int that names the state; attention has names of its own.
+        default: the state before the first token, returned in the first segment and outside a step.
     Returns:
         The tensor that ``carry_out`` got in the previous segment. Its gradient flows back to that segment.
     Raises:
@@ -71,11 +71,11 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
 
 @_disable_dynamo
 def carry_out(layer: Tensor | int, state: Tensor) -> None:
-    """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
+    """Leaves ``state`` for the next segment's :func:`carry_in`; the gradient comes back the same way.
 
     Raises:
         RuntimeError: gradients are off in a training forward (reentrant checkpointing); use ``use_reentrant=False``.
-        ValueError: the same name was used twice in one segment.
+        ValueError: the name was used twice in one segment.
     """
     unit = current()
     if unit is None or not unit.forward:
@@ -101,18 +101,19 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
 def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
     """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
-    It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
-    the segment's share of the sequence, so over a micro-batch it is the mean over all tokens, and like the main one by
+    The loss becomes a further root of the segment's backward. A mean over the segment's tokens is weighted by the
+    segment's share of the sequence, so over a micro-batch it is the mean over all tokens; and, as the main loss, by
     1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows).
-    With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
+    With ``Loss(reduction="sum")`` no weights apply. The losses returned by ``step`` do not contain auxiliary losses.
 
     Args:
         tensor: a tensor of one element.
-        of: ``"segment"``: of the segment's own tokens, as above. ``"sequence"``: of all tokens up to the segment's last
-            one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every segment: what the
-            last one gives is the micro-batch's loss, weighted as that alone, and the others do not count.
+        of: ``"segment"``: a loss of the segment's own tokens, as above. ``"sequence"``: a loss of all tokens up to the
+            segment's last one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every
+            segment: the last segment's is the micro-batch's loss, without the segment's share; earlier ones do not
+            count.
     Raises:
-        TypeError, ValueError: it is no tensor, has more than one element, or ``of`` is neither.
+        TypeError, ValueError: no tensor, more than one element, or an unknown ``of``.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"add_loss needs a tensor of one element, got {type(tensor).__name__}")

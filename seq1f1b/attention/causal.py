@@ -1,9 +1,9 @@
 """Causal attention of the current segment over everything before it, and the positions of its tokens.
 
-The same module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
-sequence. Inside one, the engine has set the current unit: keys and values go to that unit's rows of the KV cache, and
-the segment attends to the rows of all segments so far. Each call decides which of the two it is, never an argument, so
-any model can be checked against itself run whole.
+A module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
+sequence. Inside a step, the engine has set the current unit: keys and values go to the unit's rows of the KV cache, and
+the segment attends to the rows of all segments so far. Each call finds out by itself where it runs, without an
+argument, so any model can be compared with itself run whole.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
 from seq1f1b.above import above
+from seq1f1b.attention.fakes import register_fakes
 from seq1f1b.files import check_part
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
@@ -30,6 +31,7 @@ _C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
 above("attention")(_cuda_kernels)
+register_fakes()
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -45,7 +47,7 @@ _steps_inside = 0  # engines of this process inside a step: more than one only w
 
 @contextmanager
 def inside_step() -> Iterator[None]:
-    """Around the units of a step: code that is traced meanwhile is compiled for use inside steps. For engines."""
+    """Surrounds the units of a step: code traced meanwhile is compiled for use inside steps. For engines."""
     global _steps_inside, stepping
     with _steps_lock:
         _steps_inside += 1
@@ -71,27 +73,27 @@ def causal_attention(
     doc_ids: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the current segment over itself and everything before it.
+    """Computes causal attention of the current segment over itself and all earlier tokens.
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
-    In a tree of segments "before" is the segment's path; siblings that share a unit see that and their own tokens, and
-    take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA it is cuDNN's, torch's
-    flash attention, this package's kernels or matrix products, as the tensors and options allow.
+    In a tree of segments "earlier" means along the segment's path; siblings in one unit see the path and their own
+    tokens, and take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA, cuDNN,
+    torch's flash attention, this package's kernels or matrix products compute it, as tensors and options allow.
 
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
             ``layer`` are on one device, the CPU or a CUDA device.
-        k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads. Heads of v may have another size
-            than those of q and k, also up to 256; the cache holds them as they are.
-        layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
+        k, v: (batch, kv_heads, tokens, head_dim), q's dtype; kv_heads divides heads. Heads of v may have another size
+            than heads of q and k, also up to 256; the cache holds them unpadded.
+        layer: a handle of ``layer_handle``, one per attention call of the stage; or its int, in eager code.
         scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
         window: number of keys that a query sees, its own included; default all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
-            On CUDA give int32, and let a document's tokens follow one another: else it may be slower by far.
-        sinks: (heads), floating; of each head a logit that takes part in the softmax's sum and has no value, with
-            gradient. Soft cap and scale do not apply to it.
+            On CUDA give int32, and let a document's tokens follow one another; otherwise attention may be much slower.
+        sinks: (heads), floating, with gradient: for each head a logit that adds to the softmax's sum and has no value.
+            Soft cap and scale do not apply to sinks.
     Returns:
         (batch, heads, tokens, head_dim of v) of q's dtype, in memory (batch, tokens, heads, head_dim of v).
     Raises:
@@ -131,7 +133,7 @@ def causal_attention(
 
 
 def _in_segments() -> bool:
-    """Whether a unit runs now that is a segment of a step. Tells a look at its stage that it attends."""
+    """Returns whether the running unit is a segment of a step. Notes for a check of its stage that it attends."""
     unit = _C.unit_state()
     if unit is None:
         return _C.in_step()
@@ -143,8 +145,8 @@ def _in_segments() -> bool:
 def layer_handle(index: int) -> Tensor:
     """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
 
-    A handle is a tensor and not an int, so that ``torch.compile`` compiles a block once for all layers. It is not a
-    buffer, because it has to stay on the CPU. Every attention call of a stage takes an index of its own.
+    A handle is a tensor, not an int, so that ``torch.compile`` compiles a block once for all layers. It is no buffer,
+    because it has to stay on the CPU. Every attention call of a stage takes an index of its own.
 
     Raises:
         ValueError: index is negative.
@@ -161,13 +163,14 @@ def _check_layer(index: int) -> None:
 
 
 def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
-    """Position of the current segment's first token; 0 outside a step. Compiled code uses ``positions`` instead.
+    """Returns the position of the current segment's first token, 0 outside a step. In compiled code call ``positions``.
 
-    In a tree of segments it is counted along the segment's path: its ancestors' tokens, then its own.
+    In a tree of segments the position counts along the segment's path: its ancestors' tokens, then its own.
 
     Args:
-        sequence_parallel: (rank, size) if each of several ranks holds a part of the segment; then the position of this
-            rank's first token is returned.
+        sequence_parallel: (rank, size) if several ranks each hold a part of the segment; the result is then the
+            position
+            of the rank's first token.
     """
     if sequence_parallel is None:
         return _C.token_offset()
@@ -183,16 +186,16 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
 def positions(
     x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, sequence_parallel: tuple[int, int] | None = None
 ) -> Tensor:
-    """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
+    """Returns positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
 
-    This is an op that reads the offset when it runs, so compiled code need not be traced again for another segment.
-    In a tree of segments positions go along the segment's path. Siblings that share a unit each begin where their
-    parent's path ends.
+    An op reads the offset when it runs, so compiled code need not be traced again for another segment. In a tree of
+    segments positions count along the segment's path. Siblings in one unit each begin at the end of their parent's
+    path.
 
     Args:
         doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
-            Positions are then counted within documents, also in those that began in an earlier segment, and the result
-            is (batch, tokens).
+            Positions then count within documents, also if these began in an earlier segment, and the result is
+            (batch, tokens).
         sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
     Raises:
         ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
@@ -249,7 +252,7 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast, casts as torch's own attention does: everything floating but float64."""
+    """Casts under autocast as torch's attention does: everything floating but float64."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
 
@@ -315,14 +318,13 @@ def _check_tensors(needed: dict[str, Any], **optional: Any) -> None:
 
 
 def _check_tangents(**inputs: Tensor) -> None:
-    """No op here has a rule for forward-mode differentiation: it would lose the tangents without a word."""
+    """Raises for forward-mode differentiation: no op here has a rule for it, so tangents would be lost silently."""
     for name, t in inputs.items():
         if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
             raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
 
 
 def _ids(doc_ids: Tensor) -> Tensor:
-    """In 32 bits, if they fit."""
     ids = doc_ids.to(torch.int32)
     if doc_ids.dtype != torch.int64 or doc_ids.device.type == "meta":
         return ids
@@ -347,56 +349,3 @@ def _check_options(scale: float | None, window: int | None, softcap: float | Non
 
 def _text(t: Tensor) -> str:
     return str(tuple(t.shape))
-
-
-# -- fake kernels: shapes, dtypes and layouts of the results, for tracing ------------------------------------------
-
-
-def _token_major(like: Tensor, heads: int, head_dim: int) -> Tensor:
-    return like.new_empty((like.shape[0], like.shape[2], heads, head_dim)).transpose(1, 2)
-
-
-def _check_devices(*tensors: Tensor) -> None:
-    if any(t.device != tensors[0].device for t in tensors):
-        raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
-
-
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options."""
-    _check_devices(q, k, v, *others[-6:-3])
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
-
-
-def _fake_causal_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
-    sinks: Tensor, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
-    dq, dk, dv = (_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v))
-    return dq, dk, dv, lse.new_empty(sinks.shape)
-
-
-def _fake_segment_attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
-    sizes = (q.shape[1], q.shape[3]), (others[-1], q.shape[3]), (others[-1], out.shape[3])
-    dq, dk, dv = (_token_major(q, *size) for size in sizes)
-    return dq, dk, dv, lse.new_empty(sinks.shape)
-
-
-def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
-    shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
-    return x.new_empty(shape, dtype=torch.int64)
-
-
-for _name, _fake in (
-    ("causal_attention", _fake_attention),
-    ("causal_attention_backward", _fake_causal_attention_backward),
-    ("segment_attention", _fake_attention),
-    ("segment_attention_backward", _fake_segment_attention_backward),
-    ("positions", _fake_positions),
-):
-    torch.library.register_fake(f"seq1f1b::{_name}", _fake)

@@ -1,7 +1,7 @@
-"""Documents packed into rows: which go together, where each begins, and how long each is.
+"""Packs documents into rows, and marks where each begins.
 
 The id of a document in a row is the position of its first token. So one integer per token says which tokens attend to
-one another, and at which position of its document each stands, also in a segment in which the document does not begin.
+one another, and the token's position in its document, also in segments behind the one in which the document begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Packing", "document_starts", "pack_documents"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Documents in rows of one length, padded at the end. :func:`seq1f1b.pack_documents` makes it.
+    """Documents in rows of one length, padded at the end. Made by :func:`seq1f1b.pack_documents`.
 
     Attributes:
         lengths: tokens of each document.
@@ -32,12 +32,12 @@ class Packing:
 
     @property
     def waste(self) -> float:
-        """Share of all tokens that is padding."""
+        """Share of padding among all tokens."""
         return 1.0 - sum(self.lengths) / (len(self.rows) * self.row_len)
 
     @property
     def doc_ids(self) -> Tensor:
-        """For each token the position of its document's first token, (rows, row_len); padding is a document."""
+        """Position of the first token of each token's document, (rows, row_len); padding is a document."""
         ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
         for row, documents in zip(ids, self.rows, strict=True):
             lengths = [self.lengths[index] for index in documents]
@@ -46,15 +46,15 @@ class Packing:
         return ids
 
     def join(self, documents: Sequence[Tensor], *, fill: int) -> Tensor:
-        """Puts something that each token has, such as its id or label, into rows.
+        """Puts values of tokens, such as ids or labels, into rows.
 
         Args:
-            documents: one-dimensional tensors of the lengths that were packed: tokens, or labels.
+            documents: one-dimensional tensors of the packed lengths: tokens, or labels.
             fill: the value of padding; -100 for labels.
         Returns:
             (rows, row_len) of the documents' dtype.
         Raises:
-            ValueError: the documents are not as many or not as long as those that were packed.
+            ValueError: number or lengths of the documents differ from the packed ones.
         """
         found = tuple(len(document) for document in documents)
         if found != self.lengths:
@@ -70,14 +70,15 @@ class Packing:
 
 
 def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1) -> Packing:
-    """Packs whole documents into few rows: the longest first, each where it leaves the least room (best fit).
+    """Packs whole documents into few rows: the longest first, each into the row with the least sufficient room (best
+    fit).
 
     Args:
         lengths: tokens of each document.
         row_len: tokens of a row.
-        multiple_of: the number of rows is made a multiple of it (for instance of the batch size) by rows of padding.
+        multiple_of: rows of padding make the number of rows a multiple of this number (for instance of the batch size).
     Raises:
-        ValueError: there is no document, or one is empty or longer than a row; the message names it.
+        ValueError: there is no document, or a document is empty or longer than a row; the message names it.
     Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
     """
     if not lengths:
@@ -93,14 +94,14 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
 
 
 def best_fit(sizes: Sequence[int], capacity: int, taken: Sequence[int] = ()) -> list[list[int]]:
-    """Puts things into few bins: the largest first, each where it leaves the least room.
+    """Puts items into few bins: the largest first, each into the bin with the least sufficient room.
 
     Args:
-        sizes: of each thing, 1 to ``capacity``.
+        sizes: of each item, 1 to ``capacity``.
         capacity: of a bin.
-        taken: bins that are there from the start, and how much of each is taken already.
+        taken: the taken part of each bin that exists from the start.
     Returns:
-        For each bin the indices of its things; those of ``taken`` come first.
+        For each bin the indices of its items; bins of ``taken`` come first.
     """
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # bins by the room that they have left
@@ -132,15 +133,14 @@ def best_fit(sizes: Sequence[int], capacity: int, taken: Sequence[int] = ()) -> 
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:
-    """Converts any document ids of whole rows to those that ``causal_attention`` and ``positions`` take.
+    """Converts any document ids of whole rows to ids for ``causal_attention`` and ``positions``.
 
     Args:
         doc_ids: (batch, row), integers; tokens of one document follow one another.
     Returns:
-        (batch, row), int32: the position in the row of the document's first token. Ids that are so already stay as they
-        are.
+        (batch, row), int32: the position in the row of the document's first token. Ids of this form stay unchanged.
     Raises:
-        ValueError: an id comes back after another one; the message names row and position.
+        ValueError: an id comes back after another id; the message names row and position.
     """
     begins = _begins(doc_ids)
     positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
@@ -170,7 +170,7 @@ def document_lengths(doc_ids: Tensor) -> list[int]:
 
 
 def _begins(doc_ids: Tensor) -> Tensor:
-    """Which tokens begin a document, (batch, row)."""
+    """Returns, (batch, row), whether each token begins a document."""
     if doc_ids.dim() != 2 or doc_ids.is_floating_point() or not doc_ids.numel():
         raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} of {doc_ids.dtype}, must be (batch, row) of integers")
     begins = torch.ones_like(doc_ids, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Sequence parallelism inside a stage: ranks share the tokens of each segment, and for attention its heads.
 
-An all-to-all before attention turns each rank's tokens of all heads into all tokens of its heads, another one after it
-turns them back. Everything else of a stage works on tokens alone.
+An all-to-all before attention turns a rank's tokens of all heads into all tokens of its heads; a second all-to-all
+turns them back. All other layers of a stage work on tokens alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
-    It computes what :func:`seq1f1b.causal_attention` computes. Rank r holds part r of the segment, as
+    Computes the result of :func:`seq1f1b.causal_attention`. Rank r holds part r of the segment, as
     ``PipelineEngine(sequence_parallel=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then
     holds 1/N of the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2
     heads and 8 ranks, each rank holds one head.
@@ -43,11 +43,11 @@ def ulysses_attention(
     Args:
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
         k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads. Heads of v may have another size.
-        group: the ranks that hold the same stage. None: this rank holds all tokens, as in a model run whole.
+        group: the ranks of the same stage. None: this rank holds all tokens, as in a model run whole.
         layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads.
-            A rank's gradient of the sinks is that of its own heads, 0 elsewhere; the ranks' gradients add up, as those
-            of other parameters do.
-        doc_ids: (batch, tokens), or those of the whole segment, (batch, N * tokens), which saves a gather per call.
+            A rank's gradient of the sinks is 0 for heads of other ranks; the ranks' gradients add up, as gradients of
+            all parameters do.
+        doc_ids: (batch, tokens), or ids of the whole segment, (batch, N * tokens), which saves a gather per call.
     Returns:
         (batch, heads, tokens, head_dim of v), this rank's tokens of all heads.
     Raises:
@@ -99,7 +99,7 @@ def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
-    """Before the first message: a rank that sends another number of bytes than its peers expect would hang them."""
+    """Raises before the first message: a rank with another number of bytes than its peers expect would hang them."""
     batch, heads, tokens, _ = q.shape
     if heads % size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A unit of the running step: what its passes leave to each other, and to the units beside it."""
+"""A unit of the running step: the state that its passes leave to each other, and to neighbouring units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class LiveUnit:
-    """One segment of one micro-batch at one stage, from its F on. What a part adds to it stands at the end."""
+    """One segment of one micro-batch at one stage, from its F on. Fields of parts stand at the end."""
 
     is_last = True  # of its micro-batch's segments; in a tree, none follows it
     of_tree = False  # its micro-batch's segments are a tree
@@ -61,12 +61,12 @@ class LiveUnit:
         return handed
 
     def waits_for_others(self) -> bool:
-        """Whether more than the one that has just gone forward follow this segment."""
+        """Counts a child's F; returns whether further children of this segment are still to go forward."""
         self.num_waiting -= 1
         return self.num_waiting > 0
 
     def forget(self) -> None:
-        """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
+        """Drops the graph and all state that only this unit's passes read; the loss and the output stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
         self.kept = self.away = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
@@ -77,10 +77,10 @@ class LiveUnit:
     def start(
         self, gradients: Sequence[Tensor | None], auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Roots of the backward, and the gradient of each.
+        """Returns the roots of the backward, and the gradient of each.
 
         Args:
-            gradients: what the next stage sent for the outputs; not read where the unit has seeds of its own.
+            gradients: gradients of the outputs from the next stage; not read if the unit has seeds of its own.
             auxiliary_seeds: the gradients of an auxiliary loss of the segment, and of one of the sequence.
         """
         roots, seeds = self.roots, self.seeds
@@ -102,7 +102,7 @@ class LiveUnit:
         return roots, seeds
 
     def carry_back(self) -> None:
-        """Adds the gradients of what the unit carried in to those of others that carried in the same."""
+        """Adds the gradients of carried-in state to those of siblings with the same state."""
         if self.carried_in is None or self.previous is None:
             return
         if self.previous.carried_back is None:
@@ -115,23 +115,23 @@ class LiveUnit:
                 first.grad = leaf.grad if first.grad is None else first.grad + leaf.grad
 
     def input_gradients(self) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs, for the stage before."""
+        """Returns gradients of the inputs, for the stage before."""
         return tuple([None if leaf.grad is None else as_message(leaf.grad) for leaf in self.leaves])
 
 
 def as_message(tensor: Tensor) -> Tensor:
-    """The tensor as its bytes go to another rank: contiguous, and conjugated where torch has put that off."""
+    """Returns the tensor as bytes for another rank: contiguous, and conjugated if torch has put that off."""
     tensor = tensor.contiguous()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def enter(unit: LiveUnit | None) -> None:
-    """Makes it what the modules of the running unit see; the executor says when the unit ends."""
+    """Makes the unit visible to the modules on this thread; the executor says when the unit ends."""
     _C.unit_set_state(unit)
     if unit is not None and unit.is_whole:
         _C.unit_set_whole()
 
 
 def current() -> LiveUnit | None:
-    """The unit that runs on this thread."""
+    """Returns the unit that runs on this thread."""
     return _C.unit_state()  # type: ignore[no-any-return]

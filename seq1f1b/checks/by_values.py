@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -29,13 +29,10 @@ from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Fi
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
 from seq1f1b.engine.options import Limits, Loss, Memory, Options
-from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.schedule import build_schedule
-from seq1f1b.transport.agreement import Agreement
-from seq1f1b.transport.loopback import LoopbackGroup
 
 __all__: list[str] = []
 
@@ -175,7 +172,7 @@ _OUTPUT: Event = (0, 0, "stage", 0)
 
 @contextmanager
 def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Iterator[None]:
-    """Within, copies what modules are given and return in a unit, in order. Large tensors are left out.
+    """Copies the arguments and results of modules in a unit, in order. Large tensors are left out.
 
     Hooks would be seen by ranks that are threads and share a module.
     """
@@ -253,7 +250,7 @@ class Look:
 
     def _run(self, sizes: Sequence[int]) -> list[_Values]:
         """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers."""
-        from seq1f1b.engine.runner import Runner  # it lists the features, of which a look is one
+        from seq1f1b.checks.verify_runs import alone  # it needs the runner, which lists the features, a look among them
 
         result, device = list[_Values](), self._stage.device
 
@@ -278,17 +275,14 @@ class Look:
             loss=Loss(), transport="auto", limits=Limits(), grad_dtype=None, memory=Memory(), sequence_parallel=(0, 1),
             attention="unchecked", embedding=None,
         )  # fmt: skip
-        group = LoopbackGroup(1)[0]
         schedule = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=len(sizes))
-        alone: Any = call
-        pipeline = Pipeline([alone], device, options, group, schedule, Agreement(group, {}))
         state = RandomState(device)
         try:
             with torch.no_grad(), ComparableRun(None):
-                runner = Runner(pipeline, options, schedule, is_whole=len(sizes) == 1, tells=False)
-                runner.run(StepArguments(False, torch.zeros(_ROWS, sum(sizes), device=device), None, None))
+                runner = alone(call, device, options, schedule)
+                with closing(runner.pipeline):
+                    runner.run(StepArguments(False, torch.zeros(_ROWS, sum(sizes), device=device), None, None))
         finally:
-            pipeline.close()
             draws = not state.is_current()
             if draws and not self._shares:
                 state.restore()
@@ -386,7 +380,7 @@ def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator
 
 
 def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """By token, the error of the row in which it is the smallest."""
+    """The error of each token, in the row where this error is the smallest."""
     row = next((i for i, size in enumerate(one.shape) if i != dim and size == _ROWS), None)
     a, b = (_by_token(t, row, dim) for t in (one, other))
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, b - a).norm(dim=2).nan_to_num(math.inf)

@@ -22,6 +22,7 @@ from seq1f1b.checks.verify_runs import (
     NotRun,
     Pass,
     Session,
+    alone,
     named_tensors,
     one_by_one,
     own_modules,
@@ -29,14 +30,12 @@ from seq1f1b.checks.verify_runs import (
 )
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.options import Memory
-from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.runner import Runner
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import common_device, free_bytes
 from seq1f1b.schedule import build_schedule
-from seq1f1b.transport import LoopbackGroup, RankGroup
-from seq1f1b.transport.agreement import Agreement
+from seq1f1b.transport import RankGroup
 from seq1f1b.transport.values import pack, sendable
 
 __all__: list[str] = []
@@ -173,7 +172,7 @@ class WholeModel:
         return differences + list(islice(unlike, 1))
 
     def _everyones_forwards(self, run: Pass) -> dict[str, list[Forward]]:
-        """By name, those of all stages that have such a module: its kind, or what stands for it."""
+        """The results of all stages that have a module of each name, be it the module or its stand-in."""
         found: dict[str, list[Forward]] = {}
         for theirs in self._group.all_gather_object(run.forwards):
             for name, forward in theirs.items():
@@ -264,7 +263,7 @@ class _Model:
         return copies * sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
 
     def fits_wide(self) -> bool:
-        """Beside the model's copy and gradients, gradients of three runs stay on the ranks."""
+        """Whether a copy in float64 fits, with its gradients and those of three runs that stay on the ranks."""
         return self._bytes(5, 8) < free_bytes(self._device)
 
     def choose(self, changed: set[str]) -> list[list[str]]:
@@ -316,11 +315,9 @@ class _Model:
         )
         schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
         build = partial(one_by_one, schedule, are_rows=True)
-        group = LoopbackGroup(1)[0]
-        pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
-        runner = Runner(pipeline, options, schedule, build, is_whole=True, tells=False)
+        runner = alone(self.stage, self._device, options, schedule, build)
         runner.divides = self._runner.divides
-        self._trained = [p for _, p in pipeline.named_parameters() if p.requires_grad]
+        self._trained = [p for _, p in runner.pipeline.named_parameters() if p.requires_grad]
         self.session = Session(runner, arguments)
 
     def fill(self, dtype: torch.dtype | None) -> None:

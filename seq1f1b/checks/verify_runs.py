@@ -18,11 +18,14 @@ from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, has_changed, is_abstract, keep_state
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.engine.runner import Runner
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup
+from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.agreement import Agreement
 from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
@@ -157,7 +160,7 @@ class Session:
 
 @contextmanager
 def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
-    """Within, notes what modules return."""
+    """Notes the results of all modules in the block."""
 
     def note(name: str, place: str, module: nn.Module, output: Any) -> None:
         tensors = [] if is_abstract() else _tensors(output)
@@ -208,6 +211,19 @@ def _variant(runner: Runner, whole: bool) -> Runner:
     other = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)
     other.divides = runner.divides
     return other
+
+
+def alone(
+    stage: Any,
+    device: torch.device,
+    options: Options,
+    schedule: Schedule,
+    build: Callable[..., Schedule] | None = None,
+) -> Runner:
+    """Makes a runner over one stage in this process. It tells nothing; with one segment, its units are the whole."""
+    group = LoopbackGroup(1)[0]
+    pipeline = Pipeline([stage], device, options, group, schedule, Agreement(group, {}))
+    return Runner(pipeline, options, schedule, build, is_whole=options.num_segments == 1, tells=False)
 
 
 def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool = False, **others: Any) -> Schedule:

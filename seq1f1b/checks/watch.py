@@ -25,7 +25,7 @@ _SHARED_DROPOUTS = ("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
 class Watch(TorchFunctionMode):
-    """Around one segment of one stage.
+    """Notes the operations of one stage in one segment.
 
     Args:
         rows: of the batch.

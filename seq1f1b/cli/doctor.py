@@ -64,7 +64,7 @@ def edges_between(num_gpus: int) -> Iterator[str]:
 
     Each transport gets new processes, one for each GPU, because a transfer that does not end spoils its processes.
     """
-    table = importlib.import_module("seq1f1b.transport.group").TRANSPORTS
+    table = importlib.import_module("seq1f1b.transport.edges").TRANSPORTS
     for transport in ("auto", *(name for name, row in table.items() if row.between_gpus)):
         try:
             found = seq1f1b.launch(edges_of, num_gpus, transport)

@@ -24,7 +24,7 @@ from seq1f1b import _C
 from seq1f1b.device import kernel_library
 from seq1f1b.placement import compute_stream
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import DTYPES, TRANSPORTS, Edge
+from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
 from seq1f1b.transport.restart import QUEUES
 
 __all__: list[str] = []
@@ -189,7 +189,7 @@ class DeviceEdges:
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
 
     def place_views(self) -> Callable[..., Any]:
-        return functools.partial(self.group.place_views, gpu=self.ordinal())
+        return functools.partial(place_views, gpu=self.ordinal())
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the function that the executor calls for every unit, from the one that runs it."""

@@ -1,6 +1,6 @@
-"""Steps of rows: micro-batches that have each their own length and number of segments.
+"""Steps of rows: micro-batches with lengths and numbers of segments of their own.
 
-Their segments may be trees: each follows a parent, and leaves of one parent may share a unit.
+Segments may form trees: each follows a parent, and leaves of one parent may share a unit.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Trees:
     """The parents of the segments of every micro-batch.
 
     Attributes:
-        parents: the segment that each segment of each micro-batch follows, -1 for its first.
-        parts: tokens of the siblings that share a segment, ``[micro-batch][segment]``; one number where it is alone.
+        parents: the segment that each segment of each micro-batch follows, -1 for the first one.
+        parts: tokens of the siblings in each segment, ``[micro-batch][segment]``; a single number without siblings.
     """
 
     parents: tuple[tuple[int, ...], ...]
@@ -51,20 +51,21 @@ class Trees:
         return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
 
     def positions(self, m: int) -> list[int]:
-        """Positions along the paths at which the segments of a micro-batch begin."""
+        """Returns the positions along the paths at which the segments of a micro-batch begin."""
         return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
 
     @cached_property
     def followed(self) -> tuple[tuple[int, ...], ...] | None:
-        """``parents``, as an order has them: None where all micro-batches are chains, whatever siblings these hold."""
+        """Returns ``parents`` for an order; None if all micro-batches are chains, whatever siblings they hold."""
         is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
         return self.parents if is_tree else None
 
     @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
-        """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
+        """Returns tokens of siblings in cells with several, and by cell the index of the first; both empty without
+        siblings.
 
-        Behind the last cell stands the number of all.
+        The list of indices ends with the number of all siblings.
         """
         cells = [part if len(part) > 1 else () for row in self.parts for part in row]
         if not any(cells):
@@ -76,8 +77,8 @@ class Path(NamedTuple):
     """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
 
     Attributes:
-        tokens: where its tokens lie there.
-        own: numbers along the path of those that no path before it has.
+        tokens: places of the path's tokens in the micro-batch.
+        own: numbers along the path of tokens that no earlier path has.
     """
 
     tokens: Tensor
@@ -85,7 +86,7 @@ class Path(NamedTuple):
 
 
 def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
-    """Every path of a micro-batch; a sibling that shares a segment is a leaf of its own."""
+    """Returns every path of a micro-batch; each sibling in a shared segment is a leaf with a path."""
     begins = list(accumulate(map(sum, parts), initial=0))
     above: list[list[range]] = []  # of each segment: tokens of those that it follows
     seen: set[int] = set()
@@ -144,7 +145,7 @@ def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
 
 
 def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Positions along the paths at which segments begin: each at the end of its parent."""
+    """Returns the positions along the paths at which segments begin: each at the end of its parent."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + sizes[parent])
@@ -154,12 +155,12 @@ def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def runs_of(
     rows: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None, siblings: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Runs of tokens of a step of rows: the position along its path at which each begins, and its tokens.
+    """Returns runs of tokens in a step of rows: the position along the path at which each begins, and its tokens.
 
     Args:
         rows: tokens of the segments of every micro-batch.
-        parents: what these follow; None: each the one before it.
-        siblings: by cell, tokens of the leaves that share it, empty where it is alone; empty: all are.
+        parents: the segment that each segment follows; None: the one before it.
+        siblings: by cell, tokens of the leaves in it, empty for a single leaf; empty if all are single.
     """
     found, cell = [], 0
     for m, sizes in enumerate(rows):
@@ -171,7 +172,7 @@ def runs_of(
 
 
 def rows_given(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:
-    """The arguments of a step of rows, by name, from those that an engine was given."""
+    """Returns the arguments of a step of rows, by name, from an engine's arguments."""
     if plan is None:
         if parents is not None and segment_sizes is None:
             raise ValueError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
@@ -183,11 +184,11 @@ def rows_given(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> di
 
 
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
-    """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
+    """Returns the tokens of the segments of every micro-batch, and their parents; raises if either breaks a rule.
 
     Args:
-        sizes: as :meth:`seq1f1b.PipelineEngine.step` takes ``segment_sizes``.
-        parents: as it takes ``parents``; None: each segment follows the one before it.
+        sizes: ``segment_sizes`` of :meth:`seq1f1b.PipelineEngine.step`.
+        parents: ``parents`` of ``step``; None: each segment follows the one before it.
         num_parts: ranks that share the tokens of a segment.
     """
     if parents is not None and num_parts > 1:
@@ -250,7 +251,7 @@ def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[
 
 
 def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
-    """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
+    """Raises, on every rank, unless all ranks have equal rows and plans, or none, and built one order. Collective."""
     planned, some = "None" if plan is None else plan.digest, rows or ()
     long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
     own = {
@@ -263,6 +264,6 @@ def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: P
 
 
 def _shown(text: str, long: str) -> tuple[str, str]:
-    """A digest to compare, and the text that a message shows: other words where it would be long."""
+    """Returns a digest to compare, and a text for messages: ``long`` if the text itself would be long."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

@@ -1,4 +1,4 @@
-"""Arguments of a step: checked, and split for this rank's units once the length of the sequences is known."""
+"""Arguments of a step: checked, and split for the rank's units once the sequence length is known."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class StepArguments:
-    """A caller's arguments of one step; :meth:`seq1f1b.PipelineEngine.step` says what they mean."""
+    """Holds a caller's arguments of one step; :meth:`seq1f1b.PipelineEngine.step` describes them."""
 
     training: bool
     inputs: Any
@@ -42,7 +42,6 @@ class StepArguments:
     kwargs: Any
     loss_weight: float | None = None
     gradient_scale: float = 1.0
-    gradient_divisor: int = 1  # of what the step adds, after its last backward
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None
@@ -55,16 +54,16 @@ class StepArguments:
 
 @dataclass
 class StepRead:
-    """Gathers what a step asks the device, for one read: the host waits in each until the device is there."""
+    """Gathers a step's reads of device values into one read, because the host waits for the device in each."""
 
     asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = field(default_factory=list)
 
     def ask(self, values: Sequence[Tensor | float], take: Callable[[list[list[float]]], None]) -> None:
-        """``take`` is told the elements of each, once they are read."""
+        """Requests a read of values; ``take`` later gets the elements of each value."""
         self.asked.append((values, take))
 
     def read(self) -> None:
-        """Reads what has been asked for. Tensors of subclasses, and of each device, are read apart."""
+        """Reads all requested values: one copy per device, and tensors of subclasses apart."""
         asked, self.asked = self.asked, []
         flat: dict[torch.device, list[Tensor]] = {}
         for value in (value for values, _ in asked for value in values):
@@ -81,26 +80,29 @@ class StepRead:
 
 
 class Batch:
-    """The arguments of one step on this rank, from :meth:`split` on by cell: by the number of a segment over all
-    micro-batches.
+    """The arguments of one step on the rank.
+
+    After :meth:`split` they lie by cell: the number of a segment counted over all micro-batches.
 
     Attributes:
-        length: tokens of the longest micro-batch; 0: this rank learns it from the first message.
-        rows: tokens of the segments of every micro-batch; before the split only where the step was given them.
-        sizes: the same as the executor takes them, alike for all micro-batches or in a row.
-        target: of the M micro-batches, where this rank has them.
+        length: tokens of the longest micro-batch; 0: the rank learns the length from the first message.
+        rows: tokens of the segments of every micro-batch; before the split only in steps of rows.
+        sizes: tokens of the segments as the executor takes them: of one micro-batch if all are alike, else of all in a
+            row.
+        target: targets of the M micro-batches, on ranks that have them.
         inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of this
             rank's stages, and targets.
         siblings: see :attr:`seq1f1b.documents.rows.Trees.siblings`.
-        num_parts: by cell, leaves in it, in a step of trees.
-        paths: by cell, of units that run path by path.
-        documents: number in each micro-batch, where the step's plan says so.
-        has_documents: whether a micro-batch has several.
-        by_targets: whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's.
-        is_new: whether no step of this shape has run before: features look, measure and compare then.
-        gradients: those that the step adds, apart from what was there; leaves that no module holds are told to it.
-        read: takes what is to be asked of the device before the units.
-        seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
+        num_parts: by cell, the number of leaves in a step of trees.
+        paths: by cell, the paths of units that run path by path.
+        documents: number of documents in each micro-batch, if the step's plan has them.
+        has_documents: whether a micro-batch has several documents.
+        by_targets: whether a segment weighs by its share of all micro-batches' targets instead of its own
+            micro-batch's.
+        is_new: whether the step is the first of its shape, in which features look, measure and compare.
+        gradients: gradients that the step adds, apart from earlier ones; also told of leaves outside of modules.
+        read: takes requests for values on the device, read before the units run.
+        seq_dim, arg_rules: where ``inputs`` and ``kwargs`` have their tokens.
     """
 
     inputs: list[tuple[Any, ...]] | None = None
@@ -169,7 +171,7 @@ class Batch:
             self.length = max(map(sum, self.rows))
 
     def split(self, length: int) -> None:
-        """Cuts what this rank was given into segments, of micro-batches of so many tokens."""
+        """Cuts the rank's arguments into segments, for micro-batches of ``length`` tokens."""
         options, self.length = self._options, length
         dim, part = options.seq_dim, options.sequence_parallel
         if self.rows:
@@ -204,12 +206,11 @@ class Batch:
 
 
 def _flat(nested: Any) -> list[Any]:
-    """By cell, what is by [micro-batch][segment]."""
     return list(chain.from_iterable(nested))
 
 
 def merge(parts: list[Any], dim: int) -> Any:
-    """One output from those of segments or micro-batches; tensors in nested tuples and dicts are joined.
+    """Joins outputs of segments or micro-batches into one output, also tensors in nested tuples and dicts.
 
     Scalars become a vector.
     """

@@ -1,4 +1,4 @@
-"""Modules that run as compiled code. The engine leaves them as they are: code of its own would be traced into it."""
+"""Tells modules that run as compiled code. The engine's own code stays away from them: it would be traced, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 def is_compiled_whole(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code, as ``torch.compile`` and ``nn.Module.compile`` make it."""
+    """Returns whether a call of the module runs compiled code (``torch.compile`` or ``nn.Module.compile``)."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -24,7 +24,6 @@ def runs_compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def _own_kinds(kind: type) -> tuple[type, ...]:
-    """The classes of a module but torch's own."""
     return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
 
 
@@ -35,5 +34,5 @@ def _has_compiled(owner: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module or a part of it runs as compiled code."""
+    """Returns whether the module or a part of the module runs as compiled code."""
     return any(runs_compiled(part) for part in module.modules())

@@ -13,13 +13,13 @@ PAGE = "docs/how-to/tied-weights.md"
 
 
 def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the stage") -> dict[str, nn.Parameter]:
-    """The parameters that a stage holds now, by the names of their ties.
+    """Returns the parameters that a stage holds now, by the names of their ties.
 
     Args:
-        names: own names of each parameter, by those of the ties.
+        names: the stage's names of each parameter, by tie.
         place: the stage in words.
     Raises:
-        ValueError: the stage has no such parameter any more, or several in its place.
+        ValueError: the stage has lost such a parameter, or has several different ones under its names.
     """
     found = {}
     for tie, own in names.items():
@@ -40,7 +40,7 @@ def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the
 
 
 def carried(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy of a parameter for another stage, with its values, its gradient and its attributes."""
+    """Returns a copy of a parameter for another stage, with values, gradient and attributes."""
     if type(parameter) is nn.Parameter:
         new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     else:
@@ -54,24 +54,24 @@ def carried(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
-    """Optimizer groups go by attributes such as ``no_weight_decay``. Tensors among them are copied."""
+    """Copies attributes such as ``no_weight_decay``, by which optimizers group parameters; clones tensors."""
     for key, value in vars(parameter).items():
         setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
 
 
 def check_hooks(name: str, parameter: nn.Parameter) -> None:
-    """Raises ValueError if a parameter that is to be copied has hooks."""
+    """Raises ValueError if a parameter that will be copied has hooks."""
     if num_hooks(parameter):
         raise ValueError(hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
 
 
 def num_hooks(parameter: nn.Parameter) -> int:
-    """Hooks that a backward calls with the parameter's gradient."""
+    """Returns the number of hooks that a backward calls with the parameter's gradient."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def hooks_refused(name: str, where: str) -> str:
-    """The sentence that refuses hooks on a tied parameter."""
+    """Returns the sentence that refuses hooks on a tied parameter."""
     return (
         f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
         "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "

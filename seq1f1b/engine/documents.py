@@ -1,11 +1,11 @@
-"""Documents of a step's rows: stages must tell them from each other, and attention is told where they lie.
+"""Documents of a step's rows: attention must keep them apart, and on GPUs must know where they lie.
 
-In a planned step whose rows hold several, ``causal_attention`` without ``doc_ids`` is refused where it writes its keys
-(``csrc/torch/segment_rows.c``), so in compiled code, too. State that is carried along a row is told of where the stage
-cannot know the documents at all.
+In a planned step with several documents in a row, ``causal_attention`` without ``doc_ids`` is refused at the write of
+its keys (``csrc/torch/segment_rows.c``), so in compiled code, too. If a stage carries state along a row but gets
+nothing by which to tell documents apart, the engine warns.
 
-On a GPU attention by torch's flash ops must know on the host where documents lie (``device/document_layout.py``), and a
-read waits for the device. So a step reads for all units at once, if attention on that device has asked before.
+On a GPU, attention by torch's flash ops needs the places of documents on the host (``device/document_layout.py``), and
+a read waits for the device. So after the first such request a step reads documents for all units at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _layout = above("documents")
 
 
 class AskingForDocuments(Part):
-    """Tells attention how many documents a row has, in steps whose plan has a row of several."""
+    """Tells attention how many documents a row has, in steps whose plan has a row of several documents."""
 
     needs = "has_documents"
 
@@ -49,7 +49,7 @@ class AskingForDocuments(Part):
             stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 
     def _is_told(self, unit: LiveUnit) -> bool:
-        """Whether anything that the stage is given, beside its tokens or hidden states, may tell documents apart."""
+        """Returns whether the stage gets any tensor, beside tokens or hidden states, that may tell documents apart."""
         given: list[Any] = [*self._step.kwargs_of(unit).values()]
         if self._step.stage.is_first and self._step.arguments.inputs is not None:
             given += self._step.arguments.inputs[unit.cell][1:]
@@ -60,7 +60,7 @@ def read_documents(kwargs: Sequence[dict[str, Any]], rows: Sequence[Sequence[int
     """Tells attention of the documents of a step's units, before they run.
 
     Args:
-        kwargs: by cell. Those named ``doc_ids`` are read, if they are int32 as the op takes them.
+        kwargs: by cell. Arguments named ``doc_ids`` are read if they are int32, the dtype of the op.
         rows: tokens of the segments of every micro-batch.
     """
     cells = iter(kwargs)

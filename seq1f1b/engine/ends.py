@@ -1,6 +1,6 @@
-"""Sources of a stage's inputs, and sinks of its outputs: the step's arguments, and other stages.
+"""Sources of a stage's inputs, and sinks of its outputs: the step's arguments, and neighbouring stages.
 
-``loss.py`` has the end that makes the loss, ``vocabulary_step.py`` those of a vocabulary over the ranks.
+``loss.py`` has the sink that computes the loss, ``vocabulary_step.py`` the ends of a vocabulary over the ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Spec: TypeAlias = "list[tuple[Any, ...]]"
 
 @dataclass(eq=False)
 class Source:
-    """Gives the units of a stage their inputs: here those that the step was given, by cell."""
+    """Gives the units of a stage their inputs: in this class the step's arguments, by cell."""
 
     given: Sequence[tuple[Any, ...]] = ()
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        """For F: the module's positional arguments."""
+        """Returns the module's positional arguments, for F."""
         return self.given[unit.cell]
 
     give_back: ClassVar[Any] = None
@@ -39,10 +39,11 @@ class Source:
 
 
 class FromStage(Source):
-    """The stage before.
+    """Gives units the outputs of the previous stage.
 
     Args:
-        previous: its step on the same rank, where tensors are handed over without a transfer; None: on another one.
+        previous: step of the previous stage if it lies on the rank, which hands tensors over without a transfer; else
+            None.
     """
 
     def __init__(self, training: bool, previous: Any) -> None:
@@ -75,11 +76,11 @@ class Sink:
     """Takes the outputs of a stage's units in one step."""
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
+        """Sets the unit's roots and seeds, in F and R; returns the tensors that cross to another rank."""
         raise NotImplementedError
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
+        """Returns the gradients of the unit's outputs for B, unless the unit has seeds of its own."""
         raise NotImplementedError
 
     end: Any = None
@@ -88,11 +89,11 @@ class Sink:
 
 @dataclass(eq=False)
 class ToStage(Sink):
-    """The stage behind.
+    """Sends outputs to the following stage.
 
     Args:
-        step: this stage's.
-        following: the other one's on the same rank; None: on another one.
+        step: step of this stage.
+        following: step of the following stage if it lies on the rank; else None.
     """
 
     step: Any
@@ -125,7 +126,6 @@ class ToStage(Sink):
         return handed
 
     def _check(self, outputs: tuple[Any, ...], spec: Spec, length: int) -> None:
-        """Raises unless outputs are strided tensors on the stage's device, alike for segments of one length."""
         device, index = self.step.stage.device, self.step.stage.index
         for o in outputs:
             if not isinstance(o, Tensor):
@@ -148,7 +148,7 @@ class ToStage(Sink):
 
 
 def detached(output: Any) -> Any:
-    """A copy that nothing else reads: an output may alias its input's place."""
+    """Returns a copy that shares no memory: an output may alias its input's place."""
     return mapped(output, lambda tensor: tensor.detach().clone())
 
 

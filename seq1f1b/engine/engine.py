@@ -51,65 +51,66 @@ class PipelineEngine(OfOneProcess):
     """Runs one rank's part of a pipeline-parallel training step.
 
     Args:
-        stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. Their
-            parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
-            what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
-            ranks that hold the same stage, gradients are reduced once: in the last backward, or after the last W.
+        stage: the module of the rank; a list if the rank holds several stages, in ascending order of stage.
+            Parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
+            the previous stage's output: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
+            ranks with the same stage, gradients are reduced once: in the last backward, or after the last W.
             A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
-            a checkpoint has them. Stages that list the same name hold copies of one parameter: at a step's end all
-            copies get the sum of their gradients, and a norm counts it once. Copies are compared now and then, an
-            error names those that have come apart, and hooks for their gradients are refused. A stage may say by an
-            attribute ``pipeline_place``, (index, count), which of how many stages of a model it is, as those of
-            :func:`seq1f1b.split` and of ``pipeline_stage`` do: stages of another number or order are an error.
-        schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
-            builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
-            ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
-            serve steps of rows, too; ``num_segments`` is a sequence there. Or a :class:`seq1f1b.plan.Plan`, or a file
-            that it wrote: it stands for num_microbatches, num_segments and segment_sizes. A plan that needs something
-            which the engine does not do is refused by name. Or ``"tuned"``: the engine finds the order, num_segments
-            and the split of the sequence for plain steps while it trains, in some 40 steps, and again after ten whose
-            lengths differ by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them.
-            Gradients of a step are those of its batch under every order; bits are not, so nothing is tuned under
-            ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See
-            :meth:`found_order`.
-        num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
-            ``seq_dim``.
+            a checkpoint has them. Stages with the same name in the list hold copies of one parameter: at a step's end
+            all copies get the sum of their gradients, and a norm counts the sum once. The engine compares the copies
+            now and then; an error names copies with different values, and hooks for their gradients are refused. An
+            attribute ``pipeline_place``, (index, count), says which of how many stages of a model a stage is;
+            :func:`seq1f1b.split` and ``pipeline_stage`` set the attribute. A wrong number or order of stages is an
+            error.
+        schedule: a name of :func:`seq1f1b.schedules`, a :class:`seq1f1b.Schedule` (checked here), or a callable that
+            builds a schedule, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``. The callable
+            gets ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a
+            callable serve steps of rows, too; ``num_segments`` is a sequence there. A :class:`seq1f1b.plan.Plan`, or
+            a plan's file, replaces num_microbatches, num_segments and segment_sizes. If a plan needs a feature that
+            the engine lacks, the error names the feature. With ``"tuned"`` the engine finds the order, num_segments
+            and the split of the sequence for plain steps while training, in some 40 steps, and again after ten steps
+            whose lengths differ by a quarter. The search begins with num_segments, and keeps num_segments if
+            ``segment_sizes`` is given. Gradients of a step are those of its batch under every order; bits differ, so
+            nothing is tuned under ``torch.use_deterministic_algorithms``. ``"tuned"`` refuses stages under DDP or
+            FSDP2. See :meth:`found_order`.
+        num_microbatches, num_segments: M and k. A batch is split into M micro-batches along dimension 0, each
+            micro-batch into k segments along ``seq_dim``.
         segment_sizes: None for an even split; the :class:`seq1f1b.ModelShape` of the whole model for equal FLOPs; k
-            token counts; or a mapping or a callable from the tokens of a sequence to its k token counts, if steps
-            differ in length. FLOPs are those of the packed documents if a step has a sliced keyword argument
-            ``doc_ids``; every rank needs it then.
+            token counts; or a mapping or a callable from the tokens of a sequence to k token counts, if steps differ in
+            length. With a sliced keyword argument ``doc_ids``, FLOPs are counted by packed documents; then every rank
+            needs ``doc_ids``.
         seq_dim: the dimension of tokens.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
-            or a callable of the unit (``.microbatch .segment .offset .length``; the offset is a position along the path
-            in a tree).
+            or a callable of the unit (``.microbatch .segment .offset .length``; in a tree the offset is a position
+            along the path).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
             loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
-            a step, and over replicas under DDP or FSDP2; it suits every loss that is a mean of some kind, but takes
-            no :func:`seq1f1b.add_loss` and no ``Loss(scale_grads=False)``. A module that holds parameters is run
-            forward and backward at once, so that only one segment's logits are alive. A
-            :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
-        loss: how the losses of segments become that of a step, see :class:`seq1f1b.Loss`.
-        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
-            ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
-            that names the argument and the values.
+            a step, and over replicas under DDP or FSDP2. This form suits every mean, but takes no
+            :func:`seq1f1b.add_loss` and no ``Loss(scale_grads=False)``. A module with parameters runs forward and
+            backward at once, so only one segment's logits are alive. A :class:`seq1f1b.VocabularyParallelHead` is given
+            on every rank.
+        loss: how losses of segments become the loss of a step, see :class:`seq1f1b.Loss`.
+        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. All
+            ranks must give the same counts, schedule, sizes and loss options; otherwise every rank raises an error
+            with the argument's name and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
-            on CUDA devices the first way that proves itself at set-up: within a host copies between the GPUs, NCCL,
-            host memory; between hosts the last two. ``"copy"`` or ``"nccl"``: that one, whose failure is an error.
-            ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA stages go through host memory.
-            ``engine.edges`` says which one carries each edge, and why. No two GPUs have run any of these yet.
+            on CUDA devices the first transport that passes a test at set-up: within a host copies between the GPUs,
+            NCCL, host memory; between hosts NCCL, host memory. ``"copy"`` or ``"nccl"``: only this transport; a failure
+            is an error. ``"shm"`` or ``"c10d"``: this transport on every edge; messages of CUDA stages go through host
+            memory. ``engine.edges`` names the transport of each edge with the reason.
         limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
-        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
-            FSDP2; None: in their own.
-        memory: what is recomputed, or moved to a file, so that a rank holds less, see :class:`seq1f1b.Memory`.
-        sequence_parallel: (rank, size) among ranks that hold the same stage and share every segment's tokens
+        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, except under DDP or FSDP2;
+            None: in the parameters' dtype.
+        memory: saves memory by recomputing or moving activations, see :class:`seq1f1b.Memory`.
+        sequence_parallel: (rank, size) among ranks of the same stage that share every segment's tokens
             (:func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of each segment.
-            The mean of their losses and gradients is that of the whole, as in data parallelism: put the stage under DDP
-            or FSDP2 over them.
-        attention: ``"own"``: attention of another kind than :func:`seq1f1b.causal_attention` is an error in a stage
-            that makes no call of ours, and a :class:`seq1f1b.SegmentWarning` in others. ``"any"``: a warning in every
-            stage. To find it, and what else mixes tokens, each stage gets a few tokens once more in the first step, as
-            one segment and as two. ``"unchecked"``: the first step is not looked at.
-        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
+            The mean over the ranks of losses and gradients is that of the whole sequence, as in data parallelism: put
+            the stage under DDP or FSDP2 over these ranks.
+        attention: ``"own"``: if a stage never calls :func:`seq1f1b.causal_attention`, other attention is an error; in
+            a stage that calls both, a :class:`seq1f1b.SegmentWarning`. ``"any"``: a warning in every stage. The check
+            runs each stage again in the first step on a few tokens, as one segment and as two, and finds all modules
+            that mix tokens. ``"unchecked"``: no check.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: the rank's rows of the input
             embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
     Source: Seq1F1B, arXiv:2406.03488.
     """
@@ -121,7 +122,7 @@ class PipelineEngine(OfOneProcess):
     if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Names what has the state of a rank, for the methods of modules that an engine lacks."""
+            """Raises AttributeError for an unknown name; for a name of a state, names :class:`PipelineState`."""
             state = ": seq1f1b.PipelineState(engine, optimizer) has the state of this rank's stages, for torch's DCP"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
             raise AttributeError(text, name=name, obj=self)
@@ -192,44 +193,49 @@ class PipelineEngine(OfOneProcess):
         parents: Sequence[Sequence[int] | None] | None = None,
         plan: PlannedRows | None = None,
     ) -> list[Tensor]:
-        """Forward and backward of one batch; adds to ``.grad``.
+        """Runs forward and backward of one batch; adds to ``.grad``.
 
         Args:
             inputs: the whole batch, a tensor or a tuple (the first stage's positional arguments), or a list of M
                 micro-batches. Needed on the first stage's rank, ignored elsewhere.
             target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
-            kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
-            loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
-                instead of by each micro-batch's and M. Gradients are then those of the mean over all of them; under DDP
-                or FSDP2 the division of their reduction is undone. The losses returned do not change.
-            grad_scaler: scales gradients, not the losses returned. Call its ``unscale_``, ``step`` and ``update`` as
-                always, on every rank. If gradients of one rank overflow, all ranks skip the optimizer's step.
-            segment_sizes: makes this a step of rows: for every micro-batch the tokens of its own segments, the same on
-                every rank. Lengths and numbers of segments may differ between micro-batches, and so may their number
-                from step to step; ``inputs``, ``target`` and sliced keyword arguments are lists of them, of one batch
-                size. The order is that of the engine's schedule, given by name or as a callable, for these counts.
-                Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
-                replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
+            kwargs: keyword arguments of the rank's stages, by ``arg_rules``; or a list of M.
+            loss_weight: the global number of counted targets (all micro-batches, all data-parallel ranks), by which
+                losses are divided instead of by each micro-batch's number and by M. Gradients are then those of the
+                mean over all these targets; under DDP or FSDP2 the division by the reduction is undone. The returned
+                losses do not change.
+            grad_scaler: scales gradients, not the returned losses. Call ``unscale_``, ``step`` and ``update`` as
+                always, on every rank. If gradients of any rank overflow, all ranks skip the optimizer's step.
+            segment_sizes: makes the step a step of rows: for every micro-batch the tokens of its segments, equal on
+                every rank. Lengths and numbers of segments may differ between micro-batches, and the number of
+                micro-batches may differ between steps; ``inputs``, ``target`` and sliced keyword arguments are lists
+                with one entry per micro-batch, all of one batch size. The engine's schedule, a name or a callable,
+                builds the order for these counts. Gradients are those of the mean over all counted targets of the step
+                (of all micro-batches, on this replica), however long the micro-batches are; with ``loss_weight`` as
+                above; with
                 ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
-                micro-batch's targets. The losses returned are the mean of each; with ``Loss(reduction="sum")`` nothing
-                changes.
+                micro-batch's
+                targets. The returned losses are the micro-batches' means. ``Loss(reduction="sum")`` works as in other
+                steps.
             parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
-                micro-batch the segment that each of its segments follows, -1 for segment 0, a lower number than its own
-                for every other one; None for a micro-batch whose segments follow each other. A segment sees its path,
-                the segments from 0 to itself, as if nothing else were there; positions count along the path. Inputs and
-                targets lie in the order of the segments' numbers. A size that is a list, such as
-                ``[[1024, [256, 256]]]``, is so many leaves of one parent in one unit; its layers have no state
-                (:func:`seq1f1b.carry_in`), window or ALiBi. A token that several paths share is computed once: dropout
-                draws one mask of it for all of them, and an auxiliary loss (:func:`seq1f1b.add_loss`) counts it once.
+                micro-batch the segment that each segment follows, -1 for segment 0, a lower number than the segment's
+                own for all others; None for a micro-batch whose segments follow each other. A segment sees its path
+                (the segments from 0 to itself) and nothing more; positions count along the path. Inputs and targets lie
+                in the order of the segments' numbers. A size that is a list, such as ``[[1024, [256, 256]]]``, puts
+                several leaves of one parent into one unit; layers then have no state (:func:`seq1f1b.carry_in`), window
+                or ALiBi. A token of several paths is computed once: the paths share one dropout mask, and an auxiliary
+                loss (:func:`seq1f1b.add_loss`) counts the token once.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
-                its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
-                Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
+                the plan's rows in the plan's order, with its recomputed or moved units and its receive places. Equal on
+                every rank. ``causal_attention`` of a row of several documents needs ``doc_ids``.
         Returns:
-            M losses on the rank of the last stage, [] elsewhere; they have no graph, for the step has run the backward.
-            If ``loss_fn`` returns one value per token, (batch, tokens), its values for the M micro-batches, 0 in
-            segments without counted targets; the loss is then their sum over the number of counted targets.
+            M losses on the rank of the last stage, [] elsewhere. The losses have no graph: the step has run the
+            backward.
+            If ``loss_fn`` returns one value per token, (batch, tokens): these values for the M micro-batches, 0 in
+            segments
+            without counted targets; the loss is then the values' sum over the number of counted targets.
         Raises:
-            ValueError, TypeError: arguments that break a rule, on the rank that was given them.
+            ValueError, TypeError: an argument breaks a rule; raised on the rank with the argument.
             PipelineError: another rank failed, was lost or made no progress.
         """
         given = StepArguments(True, inputs, target, kwargs, loss_weight)
@@ -285,21 +291,21 @@ class PipelineEngine(OfOneProcess):
     ) -> Verification:
         """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
 
-        The whole model is the stages in a chain, with one segment and one micro-batch at a time, or one path of a tree;
-        or ``model``, from which they were cut. Parameters, gradients, buffers, tensors and containers that are
-        attributes of modules, and random state are as before afterwards, in the model too. Hooks on parameters do not
-        run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
+        The whole model is the stages in a chain, run with one segment and one micro-batch (or one path of a tree) at a
+        time; or ``model``, from which the stages were cut. Afterwards parameters, gradients, buffers, attributes of
+        modules that are tensors or containers, and random state are as before, in the model too. Hooks on parameters do
+        not run. Refused are stages under DDP or FSDP2, DTensors and ``sequence_parallel=``.
 
         Args:
-            dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
+            dtype: of the whole model; None: float64 if it fits in memory, else the engine's own.
             show: prints the result on rank 0.
-            model: on rank 0 the whole model, and there the engine needs ``loss_fn``, too; other ranks give None or
-                the same, which they do not read. It runs on rank 0 in the training mode it is in, with the parameters
-                and buffers of all stages, found by name. Buffers that no checkpoint holds stay the model's own. So does
-                one that a step does not change, while all parameters are as in the model: it must be alike.
+            model: the whole model, on rank 0, where the engine then needs ``loss_fn``, too; ranks above 0 give None or
+                the model, and do not read it. The model keeps its training mode, and takes the parameters and buffers
+                of all stages by name. Two kinds of buffers stay the model's own: buffers outside of checkpoints, and,
+                if all parameters are as in the model, buffers that no step changes; the latter must be equal.
         Raises:
-            ValueError: what is refused; or names or shapes of the model and the stages that do not agree, a model that
-                does not fit in the memory of rank 0, or that does not run; on every rank.
+            ValueError: a refused case; or model and stages disagree in names or shapes, the model does not fit in the
+                memory of rank 0, or does not run. Raised on every rank.
         """
         self._pipeline.check_idle()
         given = StepArguments(True, inputs, target, kwargs, loss_weight, **rows_given(segment_sizes, parents, plan))
@@ -309,38 +315,39 @@ class PipelineEngine(OfOneProcess):
         return found
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank, each once."""
+        """Yields the parameters of the rank, each once."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank under their modules' own names, including those of a loss that holds the head.
+        """Yields names and parameters of the rank, including the parameters of a loss that holds the head.
 
-        A copy of a tied parameter has the name that stages list in ``tied_parameters``, that of the whole model, on
-        every rank: so an optimizer's groups by name are alike for all copies.
+        A copy of a tied parameter has the whole model's name, as stages list it in ``tied_parameters``, on every rank.
+        So groups of an optimizer, made by name, are alike for all copies.
         """
         return self._pipeline.named_parameters()
 
     def modules(self) -> list[nn.Module]:
-        """This rank's stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
+        """Returns the rank's stages in ascending order, and the loss if it is a module (shard or last stage's)."""
         return self._pipeline.bare_modules()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips by one norm over the gradients of all stages. Collective over the pipeline.
+        """Clips gradients by one norm over all stages. Collective over the pipeline.
 
-        The arithmetic of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter, and the
-        norm of these in the model's order. So equal gradients give the same norm, and the same clipped gradients, bit
-        for bit, whatever the number of ranks. Two cases differ: norms of 16-bit gradients are taken in float32; where
-        ranks share a parameter (FSDP2, tensor parallelism), its norm is that of its DTensor, which depends on the
-        number of shards, though not on the number of stages.
+        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter,
+        and the norm of these in the model's order. So equal gradients give the same norm, and the same clipped
+        gradients, bit for bit, for any number of ranks. Two cases differ: norms of 16-bit gradients are taken in
+        float32; and if ranks share a parameter (FSDP2, tensor parallelism), its norm is the norm of the DTensor, which
+        depends on the number of shards, but not on the number of stages.
 
         Args:
-            norm_type: of the norm; ``math.inf`` or ``"inf"``: the largest absolute value.
-            error_if_nonfinite: whether a norm that is not finite is an error, on every rank; else it clips as well.
+            norm_type: order of the norm; ``math.inf`` or ``"inf"``: the largest absolute value.
+            error_if_nonfinite: whether a norm that is not finite is an error, on every rank; if False, gradients are
+                clipped by this norm.
         Returns:
-            The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
+            The norm before clipping, equal on every rank: float64 if any gradient is float64, else float32.
         Raises:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
             ValueError: the gradients are still scaled by the step's ``grad_scaler``.
@@ -357,38 +364,42 @@ class PipelineEngine(OfOneProcess):
         return total
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
+        """Gathers a value from all ranks of the pipeline; returns the values by rank. Collective; for small values,
+        between steps.
 
         Args:
-            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them: what a peer sends is data.
+            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of these types; no code is ever
+                received.
         Raises:
-            TypeError: the value is something else.
+            TypeError: the value has another type.
         """
         with self._group.telling():
             return self._group.all_gather_object(value)
 
     def whole_vocabulary(self) -> dict[str, Tensor]:
-        """The parameters of layers whose vocabulary is spread, whole, by name, on the last stage's rank. Collective.
+        """Returns the whole parameters of layers whose vocabulary is spread, by name, on the last stage's rank.
+        Collective.
 
-        Each once; empty on other ranks.
+        Each parameter comes once. Other ranks get an empty dict.
         """
         shards = [shard for shard in (self._options.embedding_shard, self._options.head) if shard is not None]
         with self._group.telling():
             return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
-        """Gives up in place of this rank's next step or eval, which ends on the other ranks with a PipelineError.
+        """Fails in place of the rank's next step or eval; the other ranks' call ends with a PipelineError.
 
-        So a loop that goes on afterwards goes on with the batch behind that one, on all ranks. While an error that came
-        out of the engine is handled, as in an ``except``, this does nothing: the other ranks hear of it already.
+        Afterwards a loop on any rank goes on with the batch behind the failed one. While an error of the engine is
+        being handled, as in an ``except`` block, this call does nothing, because the other ranks know of the error
+        already.
         """
         self._pipeline.fail(reason)
 
     def report(self, gather: bool = False) -> Any:
-        """Reports what the last step measured, beside what the plan says.
+        """Returns measurements of the last step, beside the plan's figures.
 
         Args:
-            gather: collective: reports of all ranks, the makespan, and its simulation from measured durations.
+            gather: collective: reports of all ranks, the makespan, and a simulation with the measured durations.
         Returns:
             :class:`seq1f1b.report.report.Report`, or with ``gather`` a :class:`seq1f1b.report.report.PipelineReport`.
         """
@@ -410,12 +421,12 @@ class PipelineEngine(OfOneProcess):
 
     @property
     def schedule(self) -> Schedule:
-        """The order that plain steps run, which a tuned engine changes."""
+        """The order of plain steps; a tuned engine changes it."""
         return self._runner.schedule
 
     @property
     def num_segments(self) -> int:
-        """Segments of a micro-batch in plain steps, which a tuned engine changes."""
+        """Segments of a micro-batch in plain steps; a tuned engine changes the number."""
         return self._runner.options.num_segments
 
     def close(self) -> None:
@@ -427,7 +438,6 @@ class PipelineEngine(OfOneProcess):
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def _join(self, modules: list[nn.Module], source: Schedule | Builder) -> None:
-        """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
         schedule = plain_schedule(source, self.num_ranks, len(modules), options, self.device)
@@ -462,10 +472,10 @@ class PipelineEngine(OfOneProcess):
 
 
 class LoneEngine(PipelineEngine):
-    """Runs a stage of a model without the others, to look at it or to time it."""
+    """Runs a stage of a model alone, to look at the stage or to time it."""
 
     _needs_whole_model = False
 
     def activations_of(self, stage: int) -> Any:
-        """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
+        """Returns the bytes in graphs of the stage's units in the last step; None if the step did not count them."""
         return self._runner.activations.get(stage)

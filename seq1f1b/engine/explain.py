@@ -1,4 +1,4 @@
-"""Errors of a step, told with the unit at which they arose and what they are likely to mean."""
+"""Adds to errors of a step the unit at which they arose, and a hint at the likely cause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HINTS = {
 
 
 def unit_text(executor: Any) -> str:
-    """The unit at which the executor left the step, with its stage; "" where the step did not begin."""
+    """Returns the unit at which the executor left the step, with its stage; "" if the step did not begin."""
     unit = _last_unit(executor)
     return "" if unit is None else f"[{unit.stage}]{unit}"
 
@@ -45,9 +45,9 @@ def _last_unit(executor: Any) -> Unit | None:
 
 
 def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> BaseException:
-    """The error with its unit in front, and a hint behind it.
+    """Returns the error with the unit in front of its text, and a hint behind the text.
 
-    An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
+    torch turns each failure of our ops into a RuntimeError: the returned error has the original type.
     """
     place, failure = unit_text(executor), _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
@@ -59,7 +59,6 @@ def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) 
 
 
 def _hint(text: str, unit: Unit | None, stages: Mapping[int, Stage]) -> str:
-    """Explains an error whose cause is likely known, else returns ""."""
     hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
     if "{stage}" not in hint or unit is None:
         return hint if "{stage}" not in hint else ""

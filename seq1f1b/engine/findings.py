@@ -1,6 +1,6 @@
-"""Warnings of a model, a loss or targets that are likely wrong: causes and remedies, each told once.
+"""Warns of a model, a loss or targets that are likely wrong: cause and remedy, each told once.
 
-``checks/first_look.py`` hands over what it found in a stage's forward, ``checks/loss_look.py`` what it found in a loss.
+``checks/first_look.py`` hands over findings in a stage's forward, ``checks/loss_look.py`` findings in a loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEDIES = {
 
 
 class SegmentWarning(UserWarning):
-    """A stage does something that comes out otherwise in segments than over the whole sequence."""
+    """A stage computes something else in segments than over the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Findings:
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """A word on the data: once in an engine's life, though its numbers may differ."""
+        """Warns of the data: each kind of text once in an engine's life, though its numbers may differ."""
         if self.tells and (kind := text[:30]) not in self._said:
             self._said.add(kind)
             warnings.warn(text, UserWarning, stacklevel=3)
@@ -89,10 +89,10 @@ _SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them th
 
 
 def sample_of(value: Any, dim: int) -> Any:
-    """Some elements of the first tensor of what ranks are given; None if it is nothing that can be compared.
+    """Returns a sample of the first tensor in an argument, by which ranks compare batches; None without such a tensor.
 
     Returns:
-        Its shape, whether it is one of tokens or targets and changes along them, and the elements.
+        The tensor's shape, whether it holds tokens or targets that change along the sequence, and some elements.
     """
     given = next(iter(tensors_of(value)), None)
     if given is None or given.is_meta:
@@ -105,8 +105,17 @@ def sample_of(value: Any, dim: int) -> Any:
     return tuple(given.shape), changes, elements.tolist()
 
 
+def samples_of(arguments: Any, rules: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """Some elements of what a rank is given for a step, by argument; ``rules`` are those of keyword arguments."""
+    kwargs = arguments.kwargs or {}
+    kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
+    given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+    given |= {"inputs": arguments.inputs, "target": arguments.target}
+    return {name: sample_of(value, dim) for name, value in given.items()}
+
+
 def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Warns where ranks are given batches that do not belong together. Samples by rank and argument."""
+    """Warns if ranks got batches that do not belong together. Samples are by rank and argument."""
     for name in dict.fromkeys(name for theirs in samples for name in theirs):
         given = [(rank, str(theirs[name])) for rank, theirs in enumerate(samples) if theirs.get(name) is not None]
         unlike = [(rank, sample) for rank, sample in given if sample != given[0][1]]

@@ -1,4 +1,4 @@
-"""Gradients that a training step adds, kept apart from those that were there where they must be."""
+"""Keeps the gradients of a training step apart from earlier gradients where necessary."""
 
 from __future__ import annotations
 
@@ -16,29 +16,19 @@ REDUCED = (torch.bfloat16, torch.float16)
 
 
 class StepGradients:
-    """Gradients of one training step that start from nothing; what was there is added at the end.
+    """Gradients of one training step that start from nothing; earlier gradients are added at the end.
 
-    16-bit parameters are added to M k times. Their gradients grow in a wider dtype meanwhile, and are rounded once.
-    Others start from nothing because they are summed over ranks, or because the loss may say at the end by what the
-    step is divided.
+    A step adds to 16-bit parameters M k times, so their gradients grow in a wider dtype meanwhile and are rounded once.
+    Other gradients start from nothing because they are summed over ranks, or because the loss may only at the end give
+    the number by which the step is divided.
 
     Args:
-        parameters: those meant, each once.
-        wide: ids of those whose gradients grow in ``dtype``.
-        divisor: what the step adds is divided by it at the end.
-        others: those to which the step may add in place, if the divisor is not 1.
+        parameters: parameters whose gradients start from nothing, each once.
+        wide: ids of parameters whose gradients grow in ``dtype``.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        wide: Collection[int],
-        dtype: torch.dtype | None,
-        divisor: int,
-        others: Collection[nn.Parameter],
-    ) -> None:
-        self._others = others
-        self._parameters, self._wide, self._dtype, self._divisor = parameters, wide, dtype, divisor
+    def __init__(self, parameters: list[nn.Parameter], wide: Collection[int], dtype: torch.dtype | None) -> None:
+        self._parameters, self._wide, self._dtype = parameters, wide, dtype
         self._before: dict[int, Tensor | None] = {id(p): p.grad for p in parameters}
         # DDP's gradients may lie in a bucket that its next reduction overwrites.
         self._copies = {key: g.detach().clone() for key, g in self._before.items() if g is not None and _is_part(g)}
@@ -46,19 +36,15 @@ class StepGradients:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, an error puts back what was there; what the step has added is undefined then."""
+        """Sets earlier gradients aside; an error puts them back, and leaves the step's gradients undefined."""
         try:
             for parameter in self._parameters:
                 parameter.grad = None
                 if id(parameter) in self._wide:
                     assert self._dtype is not None
                     self._zeros[id(parameter)] = _make_zeros(parameter, self._dtype)
-            for gradient in self._grown_in_place() if self._divisor > 1 else ():
-                gradient.mul_(self._divisor)
             yield
         except BaseException:
-            for gradient in self._grown_in_place() if self._divisor > 1 else ():
-                gradient.div_(self._divisor)
             with torch.no_grad():
                 for parameter in self._parameters:
                     parameter.grad = self._before[id(parameter)]
@@ -67,13 +53,13 @@ class StepGradients:
             raise
 
     def set_apart(self, leaf: Any) -> None:
-        """A tensor that no module holds, whose gradient is to start from nothing, too: before the step adds to it."""
+        """Sets the gradient of a tensor outside of all modules aside, too, before the step adds to it."""
         if id(leaf) not in self._before:
             self._parameters.append(leaf)
             self._before[id(leaf)], leaf.grad = leaf.grad, None
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient that the step has added."""
+        """Returns the gradient that the step has added."""
         zeros = self._zeros.get(id(parameter))
         return None if zeros is not None and parameter.grad is zeros and not zeros._version else parameter.grad
 
@@ -87,21 +73,17 @@ class StepGradients:
 
     @torch.no_grad()
     def end(self, factor: float = 1.0) -> None:
-        """Puts together what was there and what the step has added.
+        """Adds up earlier gradients and the step's.
 
         Args:
-            factor: by which the latter is multiplied, where all gradients started from nothing; 0: it is nothing, even
-                if it is not finite.
+            factor: multiplies the step's gradients, if all started from nothing; 0: drops them, even if they are not
+                finite.
         """
-        for gradient in self._grown_in_place() if self._divisor > 1 else ():
-            gradient.div_(self._divisor)
         for parameter in self._parameters:
             before, added = self._before[id(parameter)], self.added(parameter)
             copy = self._copies.get(id(parameter), before)
             if added is not None:
                 local = _local(added)
-                if self._divisor > 1:
-                    local.div_(self._divisor)
                 if factor == 0.0:
                     local.zero_()
                 elif factor != 1.0:
@@ -115,26 +97,16 @@ class StepGradients:
             if before is not None and copy is not None and copy is not before:
                 before.copy_(copy)
 
-    def _grown_in_place(self) -> list[Tensor]:
-        """Gradients of others, to which the step adds what is divided later: multiplied before, they come out as they
-        were, to the last bit or the one before it.
-
-        Setting them aside would take a second buffer, and DDP's lie in a bucket that the next reduction overwrites.
-        """
-        own = (p.grad for p in self._others if p.requires_grad and id(p) not in self._before)
-        return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
-
 
 def _is_part(gradient: Tensor) -> bool:
-    """Whether it lies in a larger tensor."""
     is_plain = not hasattr(gradient, "to_local") and gradient.layout == torch.strided
     return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
-    """A module's 16-bit parameters whose gradients may lie in a wider dtype for a while, by their ids.
+    """Returns a module's 16-bit parameters whose gradients may lie in a wider dtype for a while, by their ids.
 
-    A sparse gradient is no sum, and a user may have chosen another dtype for one.
+    Left out are sparse gradients, which are no sums, and parameters for whose gradient the user has chosen a dtype.
     """
     sparse = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     return {
@@ -152,7 +124,7 @@ def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """Gives a parameter a gradient of zeros in a wider dtype, which its setter would refuse.
 
-    ``Tensor.grad_dtype`` lets it pass, but once set it never follows the parameter's dtype again.
+    ``Tensor.grad_dtype`` would allow the dtype, but once set never follows the parameter's dtype again.
     """
     zeros = parameter.data
     parameter.grad = zeros
@@ -162,19 +134,19 @@ def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    """The part of a DTensor that lies here, or the tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The values of a gradient, which torch.gather or an embedding may leave sparse."""
+    """Returns a gradient's values as a dense tensor; torch.gather or an embedding may leave them sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def import_backward() -> None:
-    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
+    """Imports the modules that torch imports in its first backward with given gradients, sympy among them: 0.5 s and
+    more.
 
-    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    Called before the ranks meet, so all ranks import at the same time; else each would let the others wait in turn.
     """
     importlib.import_module("torch.fx.experimental.symbolic_shapes")

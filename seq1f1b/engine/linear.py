@@ -1,9 +1,9 @@
-"""Sums to the gradient of a weight: of a linear layer's product, and of an embedding's rows.
+"""Adds to the gradient of a weight in one pass: of a linear layer by its product, of an embedding by rows.
 
 Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it:
-three passes, two of them in float32 (``grad_dtype``). An embedding's table of 128,000 words and hidden 4096 takes 1 GB
-in 16 bits, mostly zeros. Here a sum is one pass, where the device has an op for that (``aten::addmm`` with a wider
-result is there on CUDA alone), and a table gets the rows of its tokens.
+three passes, two of them in float32 (``grad_dtype``). For an embedding of 128,000 words and hidden 4096 such a gradient
+takes 1 GB in 16 bits, mostly zeros. Here one op adds (``aten::addmm`` with a wider result, on CUDA alone), and an
+embedding's gradient gets the rows of the unit's tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SPARSE = 4  # times as many rows as tokens: a smaller table is added whole
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it is a strided, real tensor of torch's own type: what products and sums of rows here are written for."""
+    """Returns whether a tensor is strided, real and of torch's own type, as products and sums of rows here need."""
     is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_strided and not (tensor.is_complex() or tensor.is_nested)
 
 
 def are_one_call(device: torch.device) -> bool:
-    """Whether torch adds products of 16-bit operands to float32 in one call there, bfloat16 among them."""
+    """Returns whether torch on this device adds products of 16-bit operands, bfloat16 too, to float32 in one call."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -65,14 +65,15 @@ def dense_rows(dy: Tensor, ids: Tensor, num_rows: int, padding: int) -> Tensor:
 
 
 def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> bool:
-    """Adds the gradient of a table's rows to the table's; False: only autograd can, and nothing has been done.
+    """Adds rows of an embedding to its gradient; returns False, and adds nothing, if only autograd can.
 
-    Rows of equal tokens are summed first, in an order that the tokens alone decide, so equal inputs give equal bits.
+    Rows of equal tokens are summed first, in an order that depends on the tokens alone, so equal inputs give equal
+    bits.
 
     Args:
         ids: of any shape.
         dy: (*ids' shape, hidden).
-        padding: the row that gets nothing; -1: there is none.
+        padding: the row that gets nothing; -1: no such row.
     """
     num_rows, gradient = len(weight), _gradient_of(weight) if ids.numel() else None
     if gradient is None:
@@ -93,7 +94,7 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
 
 
 def _gradient_of(weight: nn.Parameter) -> Tensor | None:
-    """The weight's gradient, zeros where it had none; None: it is of a kind to which only autograd can add."""
+    """Returns the weight's gradient, zeros if there was none; None if only autograd can add to its kind."""
     if weight.grad is None:
         weight.grad = torch.zeros(weight.shape, dtype=weight.grad_dtype or weight.dtype, device=weight.device)
     return weight.grad if is_plain(weight.grad) else None

@@ -1,4 +1,4 @@
-"""The loss of the last stage in one step: one for each segment, and where their backwards start."""
+"""The loss of the last stage in one step: a loss for each segment, from which the backwards start."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ __all__: list[str] = []
 class ToLoss(Sink):
     """Calls ``loss_fn`` on the last stage's outputs.
 
-    Mean losses are not called for segments without counted targets: a mean over none is NaN, and weighs nothing. Sums
-    that come with a divisor are called for each. Until a loss has told which it is, it is called for each. In a step
-    that counts no target it is called once, to see whether it gives losses of tokens.
+    Mean losses are not called for segments without counted targets: a mean over nothing is NaN. Losses with a divisor
+    are called for each segment, and so is a loss of unknown kind, before its first result. In a step without targets a
+    loss is called once, to see whether it returns losses of tokens.
 
     Attributes:
-        divides: whether the loss comes with a divisor; None: no loss has told yet.
-        divisors: by cell, of losses that come with one.
-        constants: by cell, those of them that do not require grad: both must be 0, which is asked after the units.
-        values: by cell, losses of tokens, where the loss comes so.
+        divides: whether the loss comes with a divisor; None before the first result.
+        divisors: by cell, divisors of losses.
+        constants: by cell, sums and divisors of losses that need no gradient: both must be 0, which is checked after
+            the units.
+        values: by cell, losses of tokens, if the loss returns them.
     """
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
@@ -58,7 +59,7 @@ class ToLoss(Sink):
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """Losses of the units that have one, by cell."""
+        """The losses of units, by cell, where a unit has a loss."""
         return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
@@ -93,11 +94,10 @@ class ToLoss(Sink):
             unit.seeds = (self._seed(unit, loss),)
 
     def _counts(self, cell: int) -> bool:
-        """Whether a segment has counted targets."""
         return self._weighting.shares[cell] != 0.0
 
     def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
-        """Without a loss B still runs, for later segments' dK and dV."""
+        """Gives a unit without a loss seeds of zeros, because B must still run for later segments' dK and dV."""
         if unit.training and unit.kept is None:
             unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
             unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
@@ -110,7 +110,7 @@ class ToLoss(Sink):
             self._look(unit)
 
     def _run_head(self, unit: LiveUnit, output: Any, target: Any) -> None:
-        """Forward and backward of the head at once: one segment's logits are alive, only the hidden gradient stays."""
+        """Runs the head's forward and backward at once: logits of one segment are alive, the hidden gradient stays."""
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
@@ -138,7 +138,7 @@ class ToLoss(Sink):
             unit.seeds = (hidden.grad,)
 
     def _find_leaves(self, loss: Tensor, output: Any) -> None:
-        """Tells of leaves that the loss uses and no module holds, such as a layer's in a closure."""
+        """Tells ``gradients`` of leaves that the loss uses and no module holds, such as a layer in a closure."""
         own, gradients = tensors_of(output), self._batch.gradients
         assert gradients is not None
         seen: set[Any] = {None, *(o.grad_fn for o in own)}
@@ -156,16 +156,16 @@ class ToLoss(Sink):
 
     @cached_property
     def _known(self) -> set[int]:
-        """Ids of the modules' parameters; under FSDP2 of the whole ones, once these have run."""
+        """Ids of the modules' parameters; under FSDP2 of the whole ones, once the modules have run."""
         return {id(p) for module in self._stage.modules for p in module.parameters()}
 
     @cached_property
     def _last_head(self) -> int:
-        """The last cell for which a head goes back; asked for once the first loss has told."""
+        """The last cell whose head goes back; known once the first loss has returned."""
         return next(cell for cell in reversed(self._step.order.forwards) if self.divides or self._counts(cell))
 
     def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
-        """The loss of a segment; None: it is a mean over no target."""
+        """Returns the loss of a segment; None if it is a mean over no target."""
         assert self._stage.loss_fn is not None
         if not self.divides and not self._counts(unit.cell):
             return self._loss_without_targets(unit, output, target)
@@ -184,7 +184,7 @@ class ToLoss(Sink):
         return loss
 
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
-        """The values of each path's own tokens, in a tree that runs path by path."""
+        """Calls the loss on each path's own tokens, in a tree that runs path by path; returns the results."""
         results, count = list[Any](), self._weighting.count
         loss_fn: Any = self._stage.loss_fn
 
@@ -224,7 +224,6 @@ class ToLoss(Sink):
         return None
 
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
-        """The loss in what ``loss_fn`` has returned; notes its divisor, and refuses what is neither."""
         loss, divisor = _split_loss(result) if isinstance(result, tuple) else (result, None)
         if divisor is None and self._is_of_tokens(unit, loss):
             loss = self._of_tokens(unit, loss)
@@ -256,18 +255,18 @@ class ToLoss(Sink):
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
     def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
-        """The loss of a segment from those of its tokens: their sum, by the number of targets it is a mean over."""
+        """Returns the loss of a segment: the sum of its tokens' losses over the number of targets of the mean."""
         self.values[unit.cell] = values.detach()
         return values.sum() / self._weighting.counts[unit.cell]
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
-        """State that a loss may change beside what it returns: carried tensors, gradients by a backward of its own."""
+        """Returns state that a loss may change beside its result: carried tensors, gradients of its own backward."""
         parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients
 
     def _look(self, unit: LiveUnit) -> None:
-        """Tells of a divisor that is not what the engine counts; outside of all that looks at the stage's own pass."""
+        """Compares a divisor with the engine's count of targets, outside of all checks of the stage's own pass."""
         assert self._looked_at is not None
         (output, target, leaves), self._looked_at = self._looked_at, None
         look, loss_fn = self._loss_look, self._stage.loss_fn
@@ -293,7 +292,6 @@ class ToLoss(Sink):
 
 
 def _split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
-    """A sum and its divisor, as ``loss_fn`` has returned them."""
     if len(result) != 2:
         raise ValueError(f"loss_fn returned {len(result)} values, must be a scalar loss, or its sum and its divisor")
     total, divisor = result

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps for a backward, measured while a forward runs."""
+"""Measures the bytes that autograd keeps for a backward, while a forward runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the units of one stage held in a step: for each token, and at the peak of each kind.
+    """Bytes that the units of one stage held in a step: per token, and at the peak of each kind.
 
     Attributes:
-        saved: by graphs, from F to the end of B, or of I.
-        kept: of these, the inputs of layers that W reads, where the backward is split.
-        gradients: what else I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
-        head: by the graph of a head within the loss, which is gone at the end of its F.
-        peak_saved: most of ``saved``, of ``kept`` after I, and of ``head``, at once.
+        saved: bytes of graphs, from F to the end of B, or of I.
+        kept: the part of ``saved`` that W reads, inputs of layers, if the backward is split.
+        gradients: further bytes that I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
+        head: bytes of the graph of a head within the loss, which ends with its F.
+        peak_saved: most bytes at once of ``saved``, of ``kept`` after I, and of ``head``.
     """
 
     saved: float
@@ -41,10 +41,11 @@ class Activations:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the storages that the graph built inside saves, each once; parameters and given tensors do not count.
+    """Counts the storages that a graph saves while the context is open, each once; parameters and given tensors do not
+    count.
 
-    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those. What
-    torch.func's transforms save is not counted.
+    A compiled module keeps its own account of saved tensors and traces again under hooks: do not measure such a module.
+    Tensors saved by torch.func's transforms are not counted.
     """
 
     is_partial = False  # True: some of it could not be counted
@@ -58,7 +59,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.bytes = 0
 
     def count(self, tensor: Tensor) -> Tensor:
-        """Counts its storages. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
+        """Counts a tensor's storages. Returns it detached: a graph that kept its output as it is would keep itself."""
         storages = storages_of(tensor)
         self.is_partial |= not storages
         self.bytes += sum(size for address, size in storages.items() if address not in self._seen)
@@ -70,7 +71,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self.count(tensor), tensor._version
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor, for a backward. Under hooks torch does not look whether it has been changed in place."""
+        """Returns the tensor to a backward. Checks for changes in place, which torch leaves out under hooks."""
         tensor, version = kept
         if tensor._version != version:
             raise RuntimeError(
@@ -93,7 +94,7 @@ _num_counting, _lock = 0, threading.Lock()
 
 
 def _replace_refusal(more: int) -> None:
-    """While any thread counts, the function by which torch.func refuses hooks lets those of a counter through."""
+    """Replaces, while any thread counts, the function by which torch.func refuses hooks: hooks of a counter pass."""
     global _num_counting
     with _lock:
         _num_counting += more
@@ -116,9 +117,9 @@ def _without_counter(message: str) -> Iterator[None]:
 
 
 def storages_of(tensor: Any) -> dict[int, int]:
-    """Bytes of each storage in which the tensor's values lie, by address; nothing if torch does not say.
+    """Returns the bytes of each storage with the tensor's values, by address; empty if torch does not tell.
 
-    A wrapper tensor (a DTensor, a quantized weight) has its values in tensors inside; a sparse one has no storage.
+    A wrapper tensor (a DTensor, a quantized weight) has its values in inner tensors; a sparse one has no storage.
     """
     try:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -131,7 +132,7 @@ def storages_of(tensor: Any) -> dict[int, int]:
 
 
 class Measuring(Part):
-    """Measures units in the first step of a shape: the bytes that their graphs keep, and what I leaves to W."""
+    """Measures units in the first step of a shape: the bytes in their graphs, and the bytes that I leaves to W."""
 
     needs = "is_new"
 
@@ -167,7 +168,7 @@ class Measuring(Part):
 
     @contextmanager
     def around_head(self, hidden: Tensor) -> Iterator[None]:
-        """Around the forward of a head that runs within F."""
+        """Surrounds the forward of a head within F."""
         saved = SavedBytes(self._modules, (hidden,))
         with saved:
             yield

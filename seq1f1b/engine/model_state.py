@@ -1,6 +1,6 @@
-"""Makes runs of a model comparable, and undoes them: afterwards its state is what it was, bit for bit.
+"""Makes runs of a model comparable, and undoes them: afterwards the model's state is as before, bit for bit.
 
-Such a run is without dropout, without compiled code, and in one floating dtype throughout.
+Such a run has no dropout, no compiled code, and one floating dtype throughout.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _DROPOUTS = frozenset(
 def keep_state(
     modules: Iterable[nn.Module], dtype: torch.dtype | None, *, parameters: bool = True, gradients: bool = True
 ) -> Iterator[None]:
-    """Within, parameters, buffers and tensors that are attributes hold copies, and no parameter has a gradient.
+    """Gives parameters, buffers and tensor attributes copies of their values, and parameters no gradient, until the
+    end.
 
-    The tensors are the same objects, so whoever refers to them sees the copies: an optimizer, another module, a loss.
+    The tensor objects stay the same, so everything that refers to them sees the copies: an optimizer, a module, a loss.
 
     Args:
         dtype: of the copies of floating tensors; None: their own.
         parameters: False: parameters are not copied, because nothing within changes their values.
-        gradients: False: nor are their gradients taken away, because no backward runs within. Ranks that are threads
-            may share a parameter.
+        gradients: False: gradients stay, because no backward runs within. Ranks that are threads may share a parameter.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     tensors = {id(t): t for part in parts for t in _tensors_of(part)}
@@ -126,7 +126,7 @@ def _give_back(tensor: Tensor) -> None:
 
 
 def has_changed(tensor: Tensor) -> bool:
-    """Whether a tensor is, within :func:`keep_state`, another one than before."""
+    """Returns whether a tensor within :func:`keep_state` differs from its original."""
     with _lock:
         original = _originals[id(tensor)].data
     return not (original.is_meta or torch.equal(tensor.data.to(original.dtype).to_dense(), original.to_dense()))
@@ -148,7 +148,7 @@ def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
 
 
 def put_back(saved: Attributes) -> None:
-    """Makes attributes what they were, and the elements of those that are plain containers."""
+    """Restores attributes, and the elements of plain containers among them."""
     for module, own in saved:
         for name in module.__dict__.keys() - own.keys():
             del module.__dict__[name]
@@ -166,7 +166,7 @@ def _ids(container: Any) -> list[int]:
 
 
 def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
-    """The first attribute, parameter, buffer or module of a module that is another one since, or has other elements."""
+    """Returns the first changed attribute, parameter, buffer or module of a module, also with changed elements only."""
     for module, own in saved:
         now = module.__dict__
         for name in (*own, *(now.keys() - own.keys())):
@@ -202,7 +202,7 @@ def set_generator_states(device: torch.device, states: tuple[Tensor, ...]) -> No
 
 
 class RandomState:
-    """The state of the generators of torch (the CPU's and one device's), of Python and of numpy, where it is used."""
+    """The state of the generators of torch (the CPU's and one device's), of Python and of numpy, if imported."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -244,7 +244,7 @@ _stance: Any = None
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, compiled functions run as they were written: dynamo would trace what a mode does."""
+    """Runs compiled functions as they were written, within the context: dynamo would trace the effects of a mode."""
     global _uncompiled, _stance
     with _stance_lock:
         _uncompiled += 1
@@ -261,13 +261,13 @@ def uncompiled() -> Iterator[None]:
 
 
 class ComparableRun(TorchFunctionMode):
-    """Within, dropout returns its input and compiled functions run as they were written.
+    """Makes dropout return its input and compiled functions run as they were written, within the context.
 
     Args:
-        dtype: the dtype in which the model runs, if that is not its own. What a model casts to a narrower one for its
-            norms or its softmax, and what it makes in torch's default dtype, is in this one as well; no autocast.
+        dtype: the dtype in which the model runs, if not its own. Casts to a narrower dtype, as for norms or a softmax,
+            and tensors of torch's default dtype come in this dtype, too; autocast is off.
     Attributes:
-        drops: how many numbers forwards dropped with each probability; what computes a forward again does not count.
+        drops: how many numbers forwards dropped with each probability, without recomputation.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -328,7 +328,7 @@ class ComparableRun(TorchFunctionMode):
 
 
 def _is_ours() -> bool:
-    """Whether an operation of this package called: attention casts its slopes to what its kernels take."""
+    """Returns whether an operation of this package called: attention casts its slopes to the dtype of its kernels."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").endswith("checks.watch") and frame.f_back is not None:
         frame = frame.f_back
@@ -336,5 +336,5 @@ def _is_ours() -> bool:
 
 
 def is_abstract() -> bool:
-    """Whether tensors stand for others, as within torch.func, and have no values of their own."""
+    """Returns whether tensors have no values of their own, as within torch.func."""
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

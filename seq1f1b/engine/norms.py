@@ -1,4 +1,4 @@
-"""One norm over the gradients of all stages, by which they are clipped; and overflow of one, told to all ranks."""
+"""Clips by one norm over the gradients of all stages, and tells all ranks of one rank's overflow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def total_norm(pipeline: Pipeline, norm_type: float) -> Tensor:
 
 
 def clip(pipeline: Pipeline, total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Clips this rank's gradients by a norm over those of all stages; raises RuntimeError where it is not finite."""
+    """Clips the rank's gradients by a norm over all stages; raises RuntimeError if it must be finite and is not."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot clip: "
@@ -39,7 +39,7 @@ def clip(pipeline: Pipeline, total: Tensor, max_norm: float, norm_type: float, e
 
 
 def _gradients_in_order(pipeline: Pipeline, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
-    """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
+    """Returns gradients by stage, the loss last, each parameter's once, without parameters whose ids are excluded."""
     options = pipeline.options
     parts: list[tuple[int, Any]] = [(pipeline.rank - pipeline.num_ranks, options.embedding), *pipeline.modules.items()]
     if pipeline.has_last or options.head is not None:
@@ -57,7 +57,6 @@ def _gradients_in_order(pipeline: Pipeline, excluded: set[int]) -> list[tuple[in
 
 
 def _norm(gradient: Tensor, norm_type: float) -> float:
-    """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
     dtype = torch.float32 if gradient.dtype in REDUCED else None
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
@@ -66,7 +65,7 @@ def _norm(gradient: Tensor, norm_type: float) -> float:
 
 
 def share_overflow(pipeline: Pipeline) -> None:
-    """Makes a gradient that is not finite one on every rank: else only its stage would skip the step. Collective."""
+    """Makes a gradient infinite on every rank if any rank has one: otherwise only its stage would skip. Collective."""
     gradients = [p.grad for _, p in pipeline.named_parameters() if p.grad is not None]
     finite = all(bool(torch.isfinite(g).all()) for g in gradients)
     if not all(pipeline.group.all_gather_object(finite)) and finite and gradients:

@@ -1,9 +1,10 @@
-"""Offload: what F of a unit has saved goes to a tier and comes back before its backward reads it.
+"""Offload: tensors saved by F of a unit go to a tier and come back before the unit's backward.
 
-The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at A, begins to come back at L, and is back
-before the backward. The C core moves the bytes (``csrc/run/tier.h``): a thread of it to a file, or a GPU's copy engines
-to pinned host memory. There a wait holds up the stream that computes, and not the host: a tensor is dropped as soon as
-that stream is to wait for the copy, and what it was in serves only what is started there later. Nothing here decides.
+The order says when (``csrc/core/unit.h``): a unit begins to go at O, is gone at A, begins to come back at L, and is
+back before the backward. The C core moves the bytes (``csrc/run/tier.h``): a thread to a file, or a GPU's copy engines
+to pinned host memory. On a GPU a wait holds up the computing stream, not the host: a tensor is dropped as soon as the
+stream will wait for the copy, and its memory serves only work that is started later on this stream. Nothing here
+decides about the order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from seq1f1b.engine.measure import SavedBytes, storages_of
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.transport.group import OfOneProcess, holders
+from seq1f1b.transport.edges import holders
+from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
 
@@ -50,9 +52,9 @@ class Tier(OfOneProcess):
     """The tier of one rank, around a handle of the core's.
 
     Args:
-        device: whose tensors move.
-        alignment: bytes, of the memory into which they come back.
-        group: the handle of the rank's group, whose failures end a wait.
+        device: device of the tensors that move.
+        alignment: bytes, of the memory to which tensors come back.
+        group: handle of the rank's group, whose failures end a wait.
     """
 
     num_cells = 0  # of the step's order
@@ -62,20 +64,20 @@ class Tier(OfOneProcess):
         self.device, self.alignment, self._group = device, alignment, group
 
     def open(self, gpu: object) -> None:
-        """Makes what a tier of a GPU needs, by the core's handle of it."""
+        """Gives a tier of a GPU the core's handle of the GPU."""
 
     def begin_step(self, num_cells: int, most_loads: int) -> None:
-        """Before the units of a step. Raises RuntimeError if the tier is of no use any more.
+        """Prepares the tier for a step. Raises RuntimeError if the tier is broken.
 
         Args:
-            num_cells: of its order.
-            most_loads: units that are away at once.
+            num_cells: cells of the step's order.
+            most_loads: most units that are away at once.
         """
         self.num_cells = num_cells
         _C.tier_begin_step(self.handle, most_loads)
 
     def number(self, stage: int, cell: int) -> int:
-        """The unit's cell of all stages, by which the executor waits for it as well."""
+        """Returns the unit's cell counted over all stages, the number by which the executor waits, too."""
         return stage * self.num_cells + cell
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
@@ -93,16 +95,16 @@ class Tier(OfOneProcess):
         return None if self.handle is None else TierFacts(*_C.tier_facts(self.handle))
 
     def close(self) -> None:
-        """Gives up its room, once the executors have, too."""
+        """Releases the tier's room; the executors must have released theirs."""
         self.handle = None
 
     def reset(self) -> None:
-        """Ends what is under way. Until then memory that was given to it must stay."""
+        """Ends moves under way. Until then their memory must stay."""
         _C.tier_reset(self.handle)
 
 
 def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
-    """A tier that is a file, for what stages on the CPU save.
+    """Returns a tier that is a file, for stages on the CPU.
 
     Raises:
         OSError: no file can be made, written and read in the directory.
@@ -119,7 +121,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
 
 
 class Offloading(Part):
-    """Moves what the units of a stage have saved to the rank's tier, and back: O, A and L."""
+    """Moves the saved tensors of a stage's units to the rank's tier, and back: O, A and L."""
 
     serves = "O"
     _tier: Tier
@@ -143,17 +145,17 @@ class Offloading(Part):
         return unit.away  # type: ignore[no-any-return]
 
     def move_out(self, cell: int, received: Received) -> None:
-        """O(m.s): what F has saved begins to go to the tier."""
+        """O(m.s): begins to move the tensors saved by F to the tier."""
         away: Away = self._step.units[cell].away
         away.out(self._tier, self._number(cell))
         self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
-        """A(m.s): it has gone."""
+        """A(m.s): waits until they are gone."""
         self._step.units[cell].away.gone(self._tier, self._number(cell))
 
     def load(self, cell: int, received: Received) -> None:
-        """L(m.s): there is room for it, and it begins to come back."""
+        """L(m.s): finds room, and begins to move them back."""
         self._step.units[cell].away.load(self._tier, self._number(cell))
         if self._step.measure is not None:
             self._step.measure.note()
@@ -166,7 +168,7 @@ class Offloading(Part):
 
 
 class Saved:
-    """Stands for a tensor in a graph: holds the tensor, or where it lay in a storage that is away."""
+    """Stands for a tensor in a graph: holds the tensor, or its place in a storage that is away."""
 
     __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
 
@@ -178,12 +180,12 @@ class Saved:
         self.is_changed = False
 
     def look(self) -> bool:
-        """Whether the tensor is as it was saved."""
+        """Returns whether the tensor is unchanged since it was saved."""
         self.is_changed |= self.tensor is not None and self.tensor._version != self._version
         return not self.is_changed
 
     def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
-        """The tensor lies in this storage now, as it lay in its own, behind so many bytes."""
+        """Makes the tensor anew in this storage, as in its own storage, ``skipped`` bytes further."""
         itemsize = self._dtype.itemsize
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
@@ -191,11 +193,11 @@ class Saved:
 
 
 class Away(SavedBytes):
-    """Tensors that the graph of one unit saves, from F to its backward. As a context it collects them.
+    """Tensors that the graph of one unit saves, from F to the backward. As a context, collects them.
 
-    A storage moves once, however many tensors lie in it. It stays if it is small, if somebody else holds it, so that
-    memory would not fall (parameters, what F received, a state that it carried out, a cast that autocast keeps), or if
-    one of its tensors was changed in place after it was saved, which is an error only if the backward reads it.
+    A storage moves once, however many tensors lie in it. It stays if it is small; if another owner keeps it, so that
+    memory would not fall (parameters, tensors received by F, a carried state, a cast in autocast's cache); or if one of
+    its tensors was changed in place since, which is an error only if the backward reads the tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any], device: torch.device) -> None:
@@ -227,7 +229,7 @@ class Away(SavedBytes):
         return kept.tensor
 
     def out(self, tier: Tier, number: int) -> None:
-        """O: begins to send out what nobody else holds."""
+        """O: begins to send out storages without other owners."""
         by_storage: dict[int, list[Saved]] = {}
         for reference in self._saved:
             saved = reference()
@@ -245,7 +247,7 @@ class Away(SavedBytes):
         tier.out(number, storages)
 
     def gone(self, tier: Tier, number: int) -> None:
-        """A: waits until it is out, or lets what computes wait, and lets go of its memory."""
+        """A: waits until the storages are out (on a GPU lets the stream wait), and releases their memory."""
         tier.wait(number)
         self.away_bytes = self.moved_bytes
         for _, own in self._moved:
@@ -254,7 +256,7 @@ class Away(SavedBytes):
                 saved.tensor = None
 
     def load(self, tier: Tier, number: int) -> None:
-        """L: asks for memory, and begins to bring it back."""
+        """L: allocates memory, and begins to bring the storages back."""
         addresses = []
         self.away_bytes = 0
         for size, own in self._moved:
@@ -267,5 +269,5 @@ class Away(SavedBytes):
         tier.load(number, addresses, [size for size, _ in self._moved])
 
     def back(self) -> None:
-        """Before the backward, which frees each tensor after its last use."""
+        """Prepares for the backward, which frees each tensor after its last use."""
         self._moved.clear()

@@ -1,4 +1,4 @@
-"""An engine's arguments: checked once, then the same in every step; and which of them all ranks must agree on."""
+"""An engine's arguments: checked once, then equal in every step; and the arguments on which all ranks must agree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seq1f1b.files import check_int, check_number, check_part, nearest_name
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
-from seq1f1b.transport.group import TRANSPORTS
+from seq1f1b.transport.edges import TRANSPORTS
 from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]
@@ -30,18 +30,18 @@ Builder: TypeAlias = "Callable[..., Schedule]"
 
 @dataclass(frozen=True)
 class Loss:
-    """How the losses of segments become that of a step. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
+    """Makes the loss of a step from the losses of segments. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
         reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``: segments
             are added.
         weight: ``"targets"``: the loss is the mean over all counted targets of a step, of all its micro-batches, and of
             all replicas under DDP or FSDP2. ``"microbatches"``, or None: the mean of the M micro-batches' means; None
-            tells once if these count different numbers. Counted are elements of the target, or of its first tensor,
-            that are not -100. Or a callable that counts the targets of a segment, for the mean of means.
+            warns once if micro-batches count different numbers. Counted targets are elements other than -100 of the
+            target, or of its first tensor. Or a callable that counts the targets of a segment, for the mean of means.
         scale_grads: True: gradients of the mean of the M losses; False: of their sum.
     Raises:
-        ValueError, TypeError: a field is something else; names it.
+        ValueError, TypeError: a field is invalid; the error names the field.
     """
 
     reduction: str = "mean"
@@ -60,14 +60,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank waits for others. The argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
+    """Limits a rank's waiting for others. The argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
         step: seconds that a peer may make no progress in a step.
-        first_step: the same in a step whose length is new, since a peer may compile for minutes; and until all ranks
-            have come to the engine's construction. The longer of both limits counts there.
+        first_step: the limit in a step of a new length, since a peer may compile for minutes. Construction of the
+            engine waits for all ranks up to the longer of both limits.
     Raises:
-        ValueError, TypeError: a limit is not a number of seconds above 0; names it.
+        ValueError, TypeError: a limit is not a number of seconds above 0; the error names the limit.
     """
 
     step: float = 300.0
@@ -85,29 +85,27 @@ class Limits:
 
 @dataclass(frozen=True)
 class Memory:
-    """Ways in which a rank holds less. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
+    """Ways to save memory on a rank. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
-        recompute: which units keep their stage's input alone, and run the stage again just before their backward:
-            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
-            itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
-            holds the head runs once.
-        check: whether the first step of a length compares what R computes with what F did, bit for bit. A stage that
-            does not do the same both times is an error there, and wrong gradients without it.
-        blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of them,
-            in 0..1 or a callable of a unit, that units compute again block by block within their backward. The list is
-            a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones are
-            computed again. Units of ``recompute`` run again whole.
-        offload: where what units save goes while other units run; it comes back before their backward reads it, and its
-            memory is free meanwhile. For stages on the CPU a directory on a fast disk, for a file without a name that
-            is gone with the process; each rank may have a directory of its own. For stages on a GPU
-            ``seq1f1b.HOST``, pinned host memory, which tests have run over a stand-in for the CUDA driver and no GPU
-            has. None: nothing moves.
-        units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
-            None: those that the schedule itself moves, by O, A and L, or all if it moves none. Units that are
-            recomputed stay.
+        recompute: units that keep only their stage's input, and run the stage again just before their backward:
+            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units with an R in the
+            schedule are recomputed in any case. Both runs draw the same random numbers; a loss that holds the head
+            runs once.
+        check: whether the first step of a length compares the results of R and F, bit for bit. A stage whose two runs
+            differ is an error then, and gives wrong gradients otherwise.
+        blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of the
+            blocks, in 0..1 or a callable of a unit, that units compute again block by block within their backward. The
+            list is a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones
+            are computed again. Units of ``recompute`` run again whole.
+        offload: the place to which saved tensors of units go while other units run. They come back before their
+            backward; their memory is free meanwhile. For stages on the CPU a directory on a fast disk, for a nameless
+            file that ends with the process; each rank may have a directory of its own. For stages on a GPU
+            ``seq1f1b.HOST``, pinned host memory. None: nothing moves.
+        units: units that move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
+            None: the units with O, A and L in the schedule, or all if there are none. Recomputed units stay.
     Raises:
-        ValueError, TypeError: a field is something else, or ``units`` stands without ``offload``; names it.
+        ValueError, TypeError: a field is invalid, or ``units`` stands without ``offload``; the error names the field.
     """
 
     recompute: str | Callable[[Unit], bool] = "none"
@@ -132,10 +130,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what they mean.
+    """Checked options of an engine; :class:`seq1f1b.PipelineEngine` describes them.
 
-    The field of an option stands in the group it belongs to, or here. :func:`agreement_of` has those that all ranks
-    must be given alike.
+    The field of an option stands in the group it belongs to, or here. :func:`agreement_of` lists the options that all
+    ranks must give alike.
     """
 
     num_microbatches: int
@@ -182,21 +180,21 @@ class Options:
 
     @cached_property
     def head(self) -> VocabularyParallelHead | None:
-        """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
+        """The rank's shard of the output layer, if the vocabulary is spread over the ranks."""
         return shard_of(self.loss_fn, VocabularyParallelHead)
 
     @cached_property
     def embedding_shard(self) -> VocabularyParallelEmbedding | None:
-        """This rank's shard of the input embedding, where the vocabulary is spread over the ranks."""
+        """The rank's shard of the input embedding, if the vocabulary is spread over the ranks."""
         return shard_of(self.embedding, VocabularyParallelEmbedding)
 
     def sizes_of(self, length: int) -> list[int]:
-        """Segment sizes for a sequence of this many tokens, one document."""
+        """Returns the segment sizes of a sequence of ``length`` tokens, one document."""
         return segment_sizes(self.segment_sizes, length, self.num_segments, self.sequence_parallel[1], None)
 
     @property
     def device_transport(self) -> str | None:
-        """The transport between GPUs that was asked for by name, if one was."""
+        """The transport between GPUs that the caller named, if any."""
         return self.transport if TRANSPORTS[self.transport].between_gpus else None
 
 
@@ -211,7 +209,6 @@ def _check_callable(name: str, value: object) -> None:
 
 
 def _check_blocks(value: Any) -> None:
-    """Raises unless it names a list of blocks, and their share."""
     if value is None:
         return
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
@@ -221,7 +218,7 @@ def _check_blocks(value: Any) -> None:
 
 
 def check_share(share: Any, whose: str = "") -> float:
-    """The share of the blocks that a unit computes again. Raises unless it is a number in 0..1."""
+    """Returns the share of blocks that a unit computes again. Raises unless it is a number in 0..1."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
     return float(share)
@@ -252,7 +249,7 @@ def _check_sizes(sizes: Sizes, num_segments: int) -> None:
 
 
 def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of a rank, from what an engine was given as ``stage``."""
+    """Returns the modules of a rank from an engine's argument ``stage``."""
     modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
     for module in modules:
         if not callable(module):
@@ -264,17 +261,17 @@ TUNED = "tuned"
 
 
 def first_order(*, stages_per_rank: int, **counts: Any) -> Schedule:
-    """The order with which a tuned engine begins."""
+    """Returns the order with which a tuned engine begins."""
     return build_schedule(first_family(stages_per_rank), stages_per_rank=stages_per_rank, **counts)
 
 
 def first_family(stages_per_rank: int) -> str:
-    """The name of the order with which a tuned engine begins."""
+    """Returns the family of the order with which a tuned engine begins."""
     return "seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved"
 
 
 def is_plan(schedule: object) -> TypeGuard[Plan | TunedOrder | str | os.PathLike[str]]:
-    """Whether this is a plan, or what must be the file of one, since it is no name of a schedule."""
+    """Returns whether the argument is a plan, or a file of a plan, since it names no schedule."""
     return isinstance(schedule, (Plan, TunedOrder, os.PathLike)) or (
         isinstance(schedule, str) and schedule not in (TUNED, *schedules())
     )
@@ -286,9 +283,9 @@ def order_of(
     num_segments: int,
     segment_sizes: Sizes,
 ) -> tuple[Schedule | Builder, dict[str, Any]]:
-    """The order that an engine was given as ``schedule``, or what builds it; and the other three by name.
+    """Returns an engine's argument ``schedule`` as an order, or as a builder of orders; and the other three by name.
 
-    A plan brings these three.
+    A plan replaces these three.
     """
     if is_plan(schedule):
         if isinstance(schedule, str) and not os.path.isfile(schedule):
@@ -322,7 +319,7 @@ def order_of(
 
 
 def check_launch(group: Any) -> None:
-    """Raises where a launcher started several processes that would each train alone."""
+    """Raises if a launcher started several processes that would each train alone."""
     world = os.environ.get("WORLD_SIZE", "1")
     if group is None and world.isdigit() and int(world) > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -335,7 +332,8 @@ def check_launch(group: Any) -> None:
 def agreement_of(
     options: Options, schedule: Schedule, source: Schedule | Builder, device: torch.device
 ) -> dict[str, tuple[str, str]]:
-    """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it.
+    """Returns the arguments on which all ranks of a pipeline must agree: for each a value to compare, and a text for
+    errors.
 
     Args:
         device: of the stages: messages between GPUs need one on every rank.

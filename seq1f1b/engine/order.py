@@ -1,4 +1,4 @@
-"""The order of units that an engine runs: built for its counts and options, then as one rank runs it."""
+"""Builds the order of units for an engine's counts and options, and keeps it in the form that one rank runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(
     stages_per_rank: int,
     parents: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """The order that was given, or the one that a callable builds for these counts."""
+    """Returns the given order, or builds one for these counts."""
     if isinstance(source, Schedule):
         return source
     schedule = source(
@@ -45,10 +45,10 @@ def build(
 
 
 def with_options(schedule: Schedule, options: Options, device: torch.device) -> Schedule:
-    """The order, with the units that an engine's options add to it, as the device of the stages runs it.
+    """Returns the order with the units that an engine's options add, as the device of the stages runs it.
 
-    A GPU works behind the host: what the host does while it waits for a message tells nothing of where the GPU waits.
-    So W does not run in waits there.
+    A GPU works behind the host: while the host waits for a message, nobody knows where the GPU waits. So W does not run
+    in waits on GPUs.
     """
     schedule = schedule.recompute(options.memory.recompute)
     if schedule.fills and device.type != "cpu":
@@ -77,7 +77,7 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
 def plain_schedule(
     source: Schedule | Builder, num_ranks: int, stages_per_rank: int, options: Options, device: torch.device
 ) -> Schedule:
-    """The order of plain steps, checked, with what the options add."""
+    """Returns the order of plain steps, checked, with the units that the options add."""
     counts = (num_ranks, options.num_microbatches, options.num_segments)
     schedule = build(source, *counts, stages_per_rank)
     if schedule.rows is not None:
@@ -106,13 +106,13 @@ def schedule_of_rows(
     pipeline: Any,
     options: Options,
 ) -> Schedule:
-    """The order of a step of rows, with what the options add. It runs over the edges that are open.
+    """Returns the order of a step of rows, with the units that the options add. The order runs over the open edges.
 
     Args:
         counts: segments of every micro-batch.
-        parents: what these follow; None: chains.
-        plan: brings the order.
-        source: builds the order otherwise; None: the engine was given no callable and no name.
+        parents: the segment that each segment follows; None: chains.
+        plan: has the order.
+        source: builds the order without a plan; None: the engine was given neither a callable nor a name.
     """
     if plan is not None:
         schedule: Schedule = plan.schedule
@@ -153,19 +153,19 @@ class Setting:
 
 
 class StageOrder:
-    """Passes of the cells of one stage. A cell is a segment, numbered within its stage over all micro-batches.
+    """Passes of the cells of one stage. A cell is a segment, numbered within the stage over all micro-batches.
 
     Attributes:
-        places: micro-batch and segment of each cell, and whether it is the last of its micro-batch; in a tree, whether
-            none follows it.
-        parents: the cell that each cell follows, -1 for the first of a micro-batch.
-        num_children: cells that follow each, in an order of trees; else None.
-        units: letter of the pass and cell, in the order in which they run.
+        places: micro-batch and segment of each cell, and whether the cell is the micro-batch's last; in a tree, whether
+            no cell follows.
+        parents: the cell before each cell, -1 for the first cell of a micro-batch.
+        num_children: number of cells behind each cell, in an order of trees; else None.
+        units: letter of the pass and cell, in run order.
         kinds: letters of these passes.
         forwards: cells in the order of their F.
-        split: those whose backward is I and W.
-        recomputed, moved: those with an R, and with O, A and L.
-        last_gradients: the pass, B or W, and the cell after which all gradients of weights are there.
+        split: cells whose backward is I and W.
+        recomputed, moved: cells with an R, and with O, A and L.
+        last_gradients: the pass, B or W, and the cell after which all gradients of weights are complete.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class StageOrder:
 
 
 class RankOrder(OfOneProcess):
-    """An order as one rank runs it: the lowered program, the executor that walks it, and this rank's cells.
+    """An order as one rank runs it: the lowered program, the executor that walks it, and the rank's cells.
 
     Attributes:
         recomputes: whether any rank recomputes a unit.
-        stages: of this rank's stages, what becomes of their cells.
-        last_cells: by the letter of a pass, the cell of this rank's last unit of it.
+        stages: the passes of cells of the rank's stages.
+        last_cells: by the letter of a pass, the cell of the rank's last unit of the pass.
     """
 
     def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
@@ -217,7 +217,7 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def most_away(self) -> int:
-        """Units of this rank that are away, or on their way, at once: from O to the backward."""
+        """Returns the most units of the rank that are away, or on their way, at once: from O to the backward."""
         away, most = 0, 0
         moved = {(index, cell) for index, stage in self.stages.items() for cell in stage.moved}
         for letter, stage, microbatch, segment in self.schedule.units_of(self._rank):
@@ -228,7 +228,7 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def texts(self) -> dict[tuple[int, int, int], str]:
-        """Texts of this rank's units, with their stages, by number of the pass, stage and cell."""
+        """Texts of the rank's units, with their stages, by number of the pass, stage and cell."""
         return {
             (_C.PASSES.index(letter), index, cell): f"[{index}]{letter}{stage.places[cell][0]}.{stage.places[cell][1]}"
             for index, stage in self.stages.items()
@@ -237,6 +237,6 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def digest(self) -> str:
-        """Text by which ranks compare an order: its units, its receive places, and whether it fills waits."""
+        """Text by which ranks compare an order: its units, its receive places, and whether W fills waits."""
         schedule = self.schedule
         return f"{schedule.digest}, prefetch {schedule._places_text}" + ", W in waits" * schedule.fills

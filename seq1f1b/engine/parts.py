@@ -1,6 +1,6 @@
-"""Features of an engine: what it does around the units of a stage beyond running them, each a :class:`Part`.
+"""Features of an engine: work around the units of a stage beyond running them, each a :class:`Part`.
 
-``runner.py`` lists all of them. A step calls those alone that have something to do in it.
+``runner.py`` lists all features. A step calls only the parts that have work in this step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ Pass: TypeAlias = Callable[[int, Received], Any]
 
 
 class Part:
-    """Surrounds the units of one stage, for an engine's life. Each hook does nothing here; a part has those it needs.
+    """Surrounds the units of one stage, for an engine's life. Each hook is empty here; a part overrides the hooks it
+    needs.
 
     Args:
-        stage: holds the part, so the part must not hold it between steps.
+        stage: holds the part, so the part must not hold the stage between steps.
         options: the engine's.
-        tier: where units of this rank may move what they saved; None: nowhere.
+        tier: place to which units of the rank may move saved tensors; None: no place.
     Attributes:
-        serves: letters of passes: the part has nothing to do in an order without any of them; empty: in every order.
-        needs: an attribute of the step's :class:`Batch`: the part has nothing to do where that is false; "": none.
-        is_idle: True: the part has nothing to do in this engine.
+        serves: letters of passes: the part is idle in an order without any of them; empty: works in every order.
+        needs: an attribute of the step's :class:`Batch`: the part is idle while the attribute is false; "": none.
+        is_idle: True: the part is idle in this engine.
     """
 
     serves = ""
@@ -45,30 +46,30 @@ class Part:
         pass
 
     def start(self, step: Any) -> bool:
-        """In a step, before its units. Returns whether there is anything to do in this one."""
+        """Prepares for a step, before its units. Returns whether the part has work in this step."""
         raise NotImplementedError
 
     def passes(self) -> Mapping[str, Pass]:
-        """Units that the part runs itself, by the letter of their pass.
+        """Returns the functions that run units of the part, by the letter of their pass.
 
-        By ``"fill"``, a piece of W while the rank waits, which returns whether any is left.
+        The function under ``"fill"`` runs a piece of W while the rank waits, and returns whether any is left.
         """
         return {}
 
     def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-        """Around all units of the step; ``others``: modules of this rank's other stages."""
+        """Surrounds all units of the step; ``others``: modules of the rank's other stages."""
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
-        """Around the module and what becomes of its output, in F, and in R, where ``unit.is_again``."""
+        """Surrounds the module and the use of its output, in F, and in R, where ``unit.is_again``."""
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
-        """In F and in R, once the module has returned."""
+        """Called in F and in R, once the module has returned."""
 
     def after_backward(self, unit: LiveUnit, received: Received) -> None:
-        """In B or I, after the backward; the unit still has its inputs."""
+        """Called in B or I, after the backward; the unit still has its inputs."""
 
     def look_back(self) -> None:
-        """After the last unit, once nothing surrounds the units any more, and before ranks meet at the step's end."""
+        """Called after the last unit, when nothing surrounds the units, and before ranks meet at the step's end."""
 
     def figures(self) -> Mapping[str, Any]:
         """Figures for the report, by name."""
@@ -76,7 +77,7 @@ class Part:
 
 
 class Constants(Part):
-    """Calls ``check_before_step(step)`` of a stage's modules that have it, as those of :func:`seq1f1b.split` do."""
+    """Calls ``check_before_step(step)`` of a stage's modules, as stages of :func:`seq1f1b.split` have it."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()

@@ -1,6 +1,6 @@
-"""One rank's place in a pipeline: its stages' modules, and what all orders of units share.
+"""One rank's place in a pipeline: its stages' modules, and the state that all orders share.
 
-Modules may say which of how many stages of a model they are: a pipeline has all of them, each once, in order.
+Modules may say which of how many stages of a model they are; the pipeline must then have each stage once, in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
-from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.transport.edges import Edge, leave_place
+from seq1f1b.transport.failure import has_been_told
+from seq1f1b.transport.group import OfOneProcess
 from seq1f1b.transport.values import sendable
 from seq1f1b.unit import ProgramEdge, edges_of
 
@@ -46,14 +48,15 @@ _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYP
 @sendable
 @dataclass(frozen=True)
 class EdgeReport:
-    """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
+    """The transport of messages from one stage to the next, or of gradients back, seen from one of the edge's two
+    ranks.
 
     Attributes:
         peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
-            GPUs "copy", "nccl", or "host" (host memory, over one of the others).
-        rate: between GPUs: bytes per second of the message of the proof at set-up; else 0.
-        why: between GPUs: why this transport, in words.
+            GPUs "copy", "nccl", or "host" (host memory, over "shm" or "c10d").
+        rate: between GPUs: bytes per second of the test message at set-up; else 0.
+        why: between GPUs: the reason for this transport, in words.
     """
 
     source_stage: int
@@ -65,16 +68,16 @@ class EdgeReport:
 
 
 class Pipeline(OfOneProcess):
-    """This rank's place in a pipeline, the same for every order: its modules, its edges, its tier, its tied copies.
+    """The rank's place in a pipeline, equal for every order: its modules, its edges, its tier, its tied copies.
 
     Args:
-        modules: of this rank's stages, in ascending order.
+        modules: modules of the rank's stages, in ascending order.
         schedule: says which rank holds which stage.
-        agreement: of what all ranks were given.
+        agreement: of all ranks' arguments.
     Attributes:
         modules: by stage.
-        edges: of this rank, once they are open.
-        gpu: the core's handle of the GPU on which the stages lie, once edges are open; None: they lie on the CPU.
+        edges: the rank's edges, once open.
+        gpu: the core's handle of the stages' GPU, once edges are open; None: stages lie on the CPU.
     """
 
     def __init__(
@@ -116,8 +119,7 @@ class Pipeline(OfOneProcess):
         self._closed = self._running = False
 
     def placed_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
-        stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
+        """Returns the rank's modules as given, each with its place in words: embedding, stages, loss module."""
         options = self.options
         modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
         if options.embedding is not None:
@@ -127,11 +129,11 @@ class Pipeline(OfOneProcess):
         return modules
 
     def bare_modules(self) -> list[nn.Module]:
-        """Modules of this rank without what wraps them, in the order of :meth:`placed_modules`."""
+        """Returns the modules of the rank without wrappers, in the order of :meth:`placed_modules`."""
         return [without_wrapper(module) for _, module in self.placed_modules()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, each once, under their modules' own names; copies of tied ones have one name."""
+        """Yields parameters of the rank, each once, under their modules' names; copies of tied ones have one name."""
         seen: set[int] = set()
         tied = self.tied.names()
         for module in self.bare_modules():
@@ -154,11 +156,11 @@ class Pipeline(OfOneProcess):
 
     @property
     def is_between_gpus(self) -> bool:
-        """Whether messages of this pipeline go over edges between GPUs."""
+        """Returns whether messages of this pipeline go over edges between GPUs."""
         return self._device_transport is not None
 
     def lower(self, schedule: Schedule) -> Any:
-        """The program of an order, as ranks with these edges run it."""
+        """Returns the program of an order for ranks with these edges."""
         return schedule._lower_for(self.is_between_gpus, self.rank)
 
     def connect(self, program: Any) -> None:
@@ -180,7 +182,7 @@ class Pipeline(OfOneProcess):
             self.tier.open(gpu)
 
     def connect_gpus(self) -> None:
-        """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
+        """Chooses the transport of each edge between GPUs, once all ranks have opened theirs. Collective."""
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self._take_gpu(self.device_edges.gpu)
@@ -218,7 +220,7 @@ class Pipeline(OfOneProcess):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around a step: there is one at a time."""
+        """Surrounds a step; only one step runs at a time."""
         if self._closed or self._running:
             self.check_idle()
         self._running, self.thread = True, threading.get_ident()
@@ -228,7 +230,7 @@ class Pipeline(OfOneProcess):
             self._running = False
 
     def fail(self, reason: str) -> None:
-        """Ends what the other ranks do or wait for, in place of this rank's next step; see PipelineEngine.fail."""
+        """Ends the other ranks' work or waiting, in place of the rank's next step; see PipelineEngine.fail."""
         if self._closed or has_been_told(sys.exc_info()[1]):
             return
         if self._running:
@@ -258,12 +260,12 @@ Place: TypeAlias = "tuple[int, int, int]"
 
 
 def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
-    """The places that the modules of some stages name by their attribute ``pipeline_place``, (index, count).
+    """Returns the places that modules of some stages name by their attribute ``pipeline_place``, (index, count).
 
     A module may be wrapped, as by DDP, or hold several stages of the model, one after the other.
 
     Raises:
-        ValueError: the attribute is something else.
+        ValueError: the attribute has another form.
     """
     return [(stage, *place) for stage, module in stages for place in _places(module)]
 
@@ -284,7 +286,7 @@ def _places(module: Any) -> Iterator[tuple[int, int]]:
 
 
 def check_places(everyones: Sequence[Sequence[Place]], rank_of_stage: Sequence[int]) -> None:
-    """Raises :class:`Disagreement` unless the stages that say what they are make one whole model, in order.
+    """Raises :class:`Disagreement` unless the stages with a place make one whole model, in order.
 
     Args:
         everyones: of each rank, :func:`places_of` its stages.

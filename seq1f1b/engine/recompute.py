@@ -1,10 +1,10 @@
-"""Recomputation: what F of a unit leaves to its R, and how R comes to what F would have saved. Or of blocks alone.
+"""Recomputation of whole units, or of some blocks: R makes again the tensors that F did not save.
 
 F runs without a graph. R runs the stage once more from the same input, under the same unit, with the same random
 numbers. The order says which units have an R (``csrc/core/unit.h``); nothing here decides.
 
-Between a unit that keeps all and one that is recomputed whole lies a share of the blocks, each of which saves its input
-alone. It needs no unit of its own in the order, since every block is computed again just before its own backward.
+``Memory.blocks`` recomputes a share of the blocks: each of them saves only its input. No unit in the order is needed,
+since every such block is computed again just before its own backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _generators = threading.RLock()  # torch's default ones belong to the whole proc
 
 
 class Recomputing(Part):
-    """Runs a stage again for the units whose F is to keep its arguments alone: F without a graph, and R."""
+    """Runs a stage again for units whose F keeps only its arguments: F without a graph, and R."""
 
     serves = "R"
 
@@ -73,7 +73,7 @@ class Recomputing(Part):
             )
 
     def recompute(self, cell: int, received: Received) -> None:
-        """R(m.s): what F would have saved, from what it kept. The loss and the outputs are F's."""
+        """R(m.s): makes the tensors that F would have saved. The loss and the outputs are F's."""
         unit = self._step.units[cell]
         kept, unit.kept = unit.kept, None
         left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
@@ -107,16 +107,16 @@ class Kept:
             self.note(value)
 
     def note(self, value: Any) -> None:
-        """F reads this, and R will."""
+        """Notes a value that F reads, and R will read again."""
         if isinstance(value, Tensor):
             self._read.append((value, value._version))
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around F: no graph.
+        """Surrounds F: no graph, and no cache of autocast.
 
-        Nor autocast's cache: in torch without the fix of pytorch#158232, R would find a weight cast here, without a
-        graph, and the weight's gradient would be lost.
+        In torch without the fix of pytorch#158232, R would find a weight in the cache that F cast without a graph, and
+        the weight's gradient would be lost.
         """
         kind = self._device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -131,7 +131,7 @@ class Kept:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around R: the random numbers of F, and then those that would have come."""
+        """Surrounds R: sets the random state of F, and afterwards the state before R."""
         before = generator_states(self._device)
         set_generator_states(self._device, self._random)
         try:
@@ -140,7 +140,7 @@ class Kept:
             set_generator_states(self._device, before)
 
     def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
-        """Marks the output of F as one for which a gradient may come back: that is known only once R has run."""
+        """Returns the output of F, marked if it may need a gradient: only R will tell whether one comes back."""
         if not (output.is_floating_point() or output.is_complex()):
             return output
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())
@@ -149,7 +149,7 @@ class Kept:
 
 
 def one_at_a_time(run: _Run) -> _Run:
-    """For ranks that are threads: no other thread draws random numbers between F's, or between R's."""
+    """Lets no other thread draw random numbers meanwhile, between F's, or between R's, for ranks that are threads."""
 
     def alone(*arguments: Any) -> Any:
         with _generators:
@@ -164,8 +164,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class BlockRecomputing(Part):
-    """Lets units compute some blocks of a stage again, each just before its own backward: of the list that
-    ``Memory.blocks`` names, the first ones, by its share of them, rounded up.
+    """Computes some blocks of a stage again, each just before its own backward.
+
+    The blocks are the first ones of the list that ``Memory.blocks`` names, by its share of them, rounded up.
 
     Raises:
         ValueError: the stage has no such list, or a block is compiled.
@@ -217,7 +218,7 @@ class BlockRecomputing(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Within, a block looks at the running unit to see whether its backward computes it again."""
+        """Lets a block look at the running unit to see whether its backward computes the block again."""
         for at, block in enumerate(self.modules):
             block.__dict__["forward"] = _Forward(block.forward, at)
         try:

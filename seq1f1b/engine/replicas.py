@@ -1,6 +1,6 @@
-"""Stages under DDP and FSDP2: their gradients are reduced once per step, in the last backward or after the last W.
+"""Stages under DDP and FSDP2: gradients are reduced once per step, in the last backward or after the last W.
 
-Each would reduce in every backward; and DDP, whose forward and backward alternate in a pipeline, would do it wrongly.
+Both would reduce in every backward, and DDP, whose forwards and backwards alternate in a pipeline, would do so wrongly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ddp:
 
     @contextmanager
     def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
-        """Around a backward.
+        """Surrounds a backward.
 
         Args:
             outputs: the module's, for the last backward; the reducer finds unused parameters by them.
@@ -54,7 +54,7 @@ class Ddp:
         self._is_reducing = False
 
     def after_weight(self, is_last: bool) -> None:
-        """After the last W all gradients are there: a backward that adds nothing tells DDP of each parameter."""
+        """Starts the reduction after the last W by a backward that adds nothing, which tells DDP of each parameter."""
         if not is_last:
             return
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
@@ -63,8 +63,10 @@ class Ddp:
             torch.autograd.backward(outputs, [torch.zeros_like(p) for p in parameters])
 
     def end_step(self) -> None:
-        """After a reduction that failed DDP refuses each forward, and what is under way still writes to its buckets: as
-        one that is unpickled, it gets others."""
+        """Gives DDP new buckets after a reduction that failed, as after unpickling.
+
+        DDP would refuse each forward, and the reduction under way still writes to the old buckets.
+        """
         ddp: Any = self._module
         if self._is_reducing:
             parameters, are_sparse = ddp._build_params_for_reducer()
@@ -77,7 +79,7 @@ class Ddp:
 
 @contextmanager
 def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within, a backward calls no Python hook on the parameters: each has seen its gradients already."""
+    """Keeps Python hooks on the parameters from being called in a backward: each has seen its gradients already."""
     registered = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
     taken = [dict(hooks) for hooks in registered]
     for hooks in registered:
@@ -90,7 +92,7 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class Fsdp:
-    """Surrounds the passes of a stage under FSDP2, or of one whose parts are.
+    """Surrounds the passes of a stage under FSDP2, or of a stage with parts under FSDP2.
 
     Parameters stay whole from their first use in a step to the last backward, and in an evaluation to its end. So all
     replicas gather equally often, even if a loss that holds the head is not called for segments without targets.
@@ -146,7 +148,7 @@ class Fsdp:
             parameter.to_accumulated_grad_if_needed()
 
     def end_step(self) -> None:
-        """An evaluation, or a step that failed, leaves whole parameters; the latter gradients that are not reduced."""
+        """Shards parameters left whole by an evaluation or a failed step, and drops gradients that were not reduced."""
         self._shard()
         for parameter in (p for group in self._groups() for p in group.fsdp_params if torch.is_grad_enabled()):
             parameter.unsharded_accumulated_grad = None
@@ -161,8 +163,9 @@ class Fsdp:
             root._get_fsdp_state()._root_post_backward_final_callback()
 
     def _shard(self) -> None:
-        """Shards all parameters, whatever has failed: FSDP2 would go on in a forward or backward that did not end, and
-        in a forward ``reshard()`` does nothing."""
+        """Shards all parameters after a failure: FSDP2 would go on in a forward or backward that did not end, and in a
+        forward ``reshard()`` does nothing.
+        """
         sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
         for module in sharded:
             state = module._get_fsdp_state()
@@ -177,7 +180,6 @@ class Fsdp:
             module.reshard()
 
     def _groups(self) -> Iterator[Any]:
-        """Groups of parameters that are sharded and reduced together."""
         sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
         return (group for module in sharded for group in _parameter_groups(module._get_fsdp_state()))
 
@@ -196,7 +198,7 @@ def _sum(value: float, device: torch.device, groups: Sequence[Any]) -> float:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """Some torch versions keep one group of parameters per wrapped module, others several."""
+    """Returns a wrapped module's groups of parameters; some torch versions keep one, others several."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
@@ -206,14 +208,13 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _outermost_sharded(module: nn.Module) -> list[Any]:
-    """The outermost modules under FSDP2: the module itself, or parts of it."""
     if _is_sharded(module):
         return [module]
     return [part for child in module.children() for part in _outermost_sharded(child)]
 
 
 def data_parallel(module: Any) -> Ddp | Fsdp | None:
-    """The part of this file that a module needs; None for one of which nothing is under DDP or FSDP2."""
+    """Returns the wrapper's handler for a module; None if nothing of the module is under DDP or FSDP2."""
     if isinstance(module, DistributedDataParallel):
         return Ddp(module)
     return Fsdp(module) if isinstance(module, nn.Module) and _outermost_sharded(module) else None
@@ -240,8 +241,10 @@ def check_parts(place: str, module: nn.Module) -> None:
 
 
 def is_reduced(module: nn.Module) -> bool:
-    """Whether DDP, FSDP or FSDP2 was applied to the module, as a wrapper or in place: their hooks, which C++ holds,
-    wait for autograd to accumulate gradients."""
+    """Returns whether DDP, FSDP or FSDP2 was applied to the module, as a wrapper or in place.
+
+    Their hooks, which C++ holds, wait for autograd to accumulate gradients.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return isinstance(module, (DistributedDataParallel, *wrappers)) or any(
@@ -250,7 +253,7 @@ def is_reduced(module: nn.Module) -> bool:
 
 
 def without_wrapper(module: nn.Module) -> nn.Module:
-    """The user's module: DDP puts its own around it, FSDP2 does not."""
+    """Returns the user's module: DDP wraps it in a module, FSDP2 does not."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     assert isinstance(inner, nn.Module)
     return inner

@@ -1,4 +1,4 @@
-"""Runs steps over this rank's stages: what comes before the units, around them and after them."""
+"""Runs steps over the rank's stages: the work before the units, around them and after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, r
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
-from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
@@ -35,6 +35,8 @@ from seq1f1b.engine.step import Step, StepRecord
 from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport.agreement import Disagreement
+from seq1f1b.transport.edges import place_views
+from seq1f1b.transport.failure import mark_as_told
 
 __all__: list[str] = []
 
@@ -54,19 +56,19 @@ MOST_ORDERS = 16  # kept with their programs
 
 
 class Runner:
-    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, those of the whole model.
+    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, the whole model's.
 
     Args:
-        schedule: of plain training steps, complete.
+        schedule: complete order of plain training steps.
         build: makes the order of a step of rows, from num_ranks, num_microbatches, num_segments (one for each
-            micro-batch) and stages_per_rank; None: only a plan brings one.
+            micro-batch) and stages_per_rank; None: only a plan brings an order.
         is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
         is_whole: units are whole micro-batches, as outside a step.
-        tells: whether what is found wrong is told, not only collected.
+        tells: whether warnings are shown, or only collected.
     Attributes:
         build: as given.
         divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
-        last_step: what the last step measured.
+        last_step: measurements of the last step.
     """
 
     def __init__(
@@ -127,12 +129,12 @@ class Runner:
     def order(
         self, training: bool, rows: Rows | None = None, trees: Trees | None = None, plan: PlannedRows | None = None
     ) -> RankOrder:
-        """The order of a step.
+        """Returns the order of a step.
 
         Args:
-            rows: of a step of rows; None: a plain step.
-            trees: what their segments follow; None: each the one before it.
-            plan: brings the order of a step of rows.
+            rows: tokens of a step of rows; None: a plain step.
+            trees: the segments' parents; None: each segment follows the one before it.
+            plan: has the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
         parents = None if trees is None else trees.followed
@@ -174,7 +176,7 @@ class Runner:
                 group.end_step(failed=False)
             except BaseException as error:
                 told = self._end_failed_step(error, self._executor)
-                group.mark(told)
+                mark_as_told(told)
                 if told is error:
                     raise
                 raise told from error
@@ -188,12 +190,12 @@ class Runner:
         return losses, step.outputs() if arguments.return_outputs else None
 
     def _run(self, arguments: StepArguments, around: ExitStack) -> tuple[Step, list[Tensor], int, float]:
-        """The phases of a step, in which an error of any rank ends it on all.
+        """Runs the phases of a step; an error of any rank ends the step on all.
 
         Args:
-            around: what is entered or called back when the step leaves.
+            around: contexts and callbacks that end with the step.
         Returns:
-            the step, its losses where it trains, its number, and the seconds that its units took.
+            the step, its losses if it trains, its number, and the seconds of its units.
         """
         pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
         # 1. What failed since this rank's last step; what it was given: an order, and a batch.
@@ -229,7 +231,7 @@ class Runner:
         if pipeline.tier is not None:
             around.callback(pipeline.tier.reset)
         if training:
-            batch.gradients = self._step_gradients(arguments.gradient_divisor)
+            batch.gradients = self._step_gradients()
             around.enter_context(batch.gradients.apart())
         self._executor = order.executor
         seconds = self._run_units(step, order, number)
@@ -252,7 +254,6 @@ class Runner:
         return step, losses, number, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
-        """The setting of a plain step, or of an evaluation. Collective."""
         length = self._length_of(arguments)
         if arguments.training:
             found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
@@ -261,7 +262,7 @@ class Runner:
         return found
 
     def _length_of(self, arguments: StepArguments) -> int:
-        """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""
+        """Returns the tokens of the next step; 0 if the rank does not know, or will refuse the arguments later."""
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
                 return sequence_length(arguments.inputs, self.options.seq_dim)
@@ -283,26 +284,25 @@ class Runner:
         if arguments.rows is not None or self._has_had_rows or is_after_failure:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
-        samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        samples = self.pipeline.tied.meet(lambda: samples_of(arguments, self.options.arg_rules, self.options.seq_dim))
         if self.pipeline.tied.has_lists:
             self.pipeline.tied.check()
         if samples:
             look_at_batches(samples)
-        # With one segment the loss itself may shift them.
-        if samples and self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
-            look_at_targets(samples)
+            # With one segment the loss itself may shift them.
+            if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
+                look_at_targets(samples)
         return number
 
     def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
-        """Returns the seconds that all units took."""
         pipeline = self.pipeline
-        run, place_views = step.run, pipeline.group.place_views
+        run, views = step.run, place_views
         on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
         if pipeline.device.type == "cuda":
             run = in_ranges(run, order.texts)
         if pipeline.device_edges is not None:
             pipeline.device_edges.begin_step()
-            run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
+            run, views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
             _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
             run = through_host(run, pipeline.device, pipeline.gpu)
@@ -322,14 +322,13 @@ class Runner:
                 run,
                 step.fill,
                 lambda length: array("q", step.learn(length)),
-                place_views,
+                views,
                 *(array("q", values) for values in step.batch.siblings),
             )
-            seconds = time.perf_counter() - start
-        return seconds
+            return time.perf_counter() - start
 
     def _divide(self, step: Step) -> float:
-        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
+        """Returns the factor for the gradients of a step, known to the rank of the last stage. Collective."""
         pipeline, mine = self.pipeline, step.divides()
         everyones = [mine] if pipeline.num_ranks == 1 else pipeline.group.all_gather_object(mine)
         last = everyones[pipeline.rank_of_stage[-1]]
@@ -349,7 +348,6 @@ class Runner:
         return float(last[1])
 
     def _keep(self, record: StepRecord) -> None:
-        """Notes what the first step of a shape alone has measured."""
         self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
         for index, own in record.figures.items():
             self.activations |= {index: own["activations"]} if "activations" in own else {}
@@ -368,28 +366,19 @@ class Runner:
         self._check_clock()
         return above("report")(self, gather)
 
-    def _samples(self, arguments: StepArguments) -> dict[str, Any]:
-        """Some of what this rank is given, by argument."""
-        kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
-        kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
-        given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
-        given |= {"inputs": arguments.inputs, "target": arguments.target}
-        return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
-
-    def _step_gradients(self, divisor: int) -> StepGradients:
-        """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
+    def _step_gradients(self) -> StepGradients:
+        """Returns the gradients of a training step; DDP and FSDP2 own those of the modules under them."""
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)
         tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
         apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
-        own = [p for module in self._bare for p in module.parameters()]
         if self.divides is not False:
-            apart |= {id(p): p for p in own}
-        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
+            apart |= {id(p): p for module in self._bare for p in module.parameters()}
+        return StepGradients(list((apart | wide).values()), wide, dtype)
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
-        """Ends the step on every rank, and gives the error its place: stage and unit.
+        """Ends the step on every rank, and puts stage and unit in front of the error.
 
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """

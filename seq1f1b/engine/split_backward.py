@@ -1,10 +1,10 @@
 """Weight gradients of a stage's layers: added by whole backwards in one call, or left by a unit's I to its W.
 
-While a training step runs, layers compute their output as always, and the graph leads to their weights as ever. Where
+While a training step runs, layers compute their output as always, and the graph leads to their weights as always. If
 the order splits the backward, the I of an ``nn.Linear`` makes only the gradients of input and bias; the pair (input,
-output gradient) goes to the unit's tape, and W makes the weight's gradient from it. In a whole backward a layer adds to
-its weight's gradient itself, where the device has an op for that (``linear.py``). All else is autograd's, at I or B:
-what does not go this way costs time, never correctness. [Zero Bubble, arXiv:2401.10241]
+output gradient) goes to the unit's tape, and W makes the weight's gradient from the pair. In a whole backward a layer
+adds to its weight's gradient itself, on devices with an op for it (``linear.py``). Autograd makes all remaining
+gradients at I or B, which costs time, never correctness. [Zero Bubble, arXiv:2401.10241]
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the ou
 
 
 class WeightGradients(Part):
-    """Makes gradients of weights by the product itself, and in W where an order splits the backward.
+    """Makes gradients of weights by the product itself, and in W if an order splits the backward.
 
     Attributes:
         adds: whether layers add to gradients themselves in this step.
-        left, added: elements of the weights whose products I has left to W, and B has added, by the weight's id.
+        left, added: elements of the weights whose products I left to W, and B added, by the weight's id.
     """
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
@@ -62,10 +62,10 @@ class WeightGradients(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Layers whose products wait for W, or are added by the layer, run :meth:`Layer.forward` in place of their own.
+        """Gives layers whose products wait for W, or that add to gradients, :meth:`Layer.forward` as their forward.
 
-        They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
-        does a layer that shares its weight with anything but a linear layer of the stage.
+        Layers are looked up in each step, because users change modules in between. Layers of a loss leave nothing to W,
+        nor does a layer that shares its weight with anything but a linear layer of the stage.
         """
         torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
         found = {}
@@ -94,7 +94,7 @@ class WeightGradients(Part):
             unit.tape = Tape()
 
     def weight(self, cell: int, received: Received) -> None:
-        """W(m.s): the gradients of weights that I left."""
+        """W(m.s): makes the gradients of weights that I left."""
         unit, parallel = self._step.units[cell], self._step.stage.parallel
         tape, unit.tape = unit.tape, None
         assert tape is not None
@@ -121,10 +121,10 @@ class WeightGradients(Part):
         }
 
     def is_hooked(self, weight: Tensor) -> bool:
-        """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
+        """Returns whether a hook waits for the weight's gradient: then autograd itself must accumulate it.
 
-        Hooks of the node that accumulates live as long as somebody in Python holds it. The first answer for a weight
-        must come before a graph of the stage holds its node, too.
+        Hooks of the accumulating node live as long as a Python object holds the node. The first answer for a weight
+        must come before a graph of the stage holds the node, too.
         """
         if id(weight) not in self._held:
             edge = get_gradient_edge(weight)
@@ -147,9 +147,9 @@ class Layer:
     """An ``nn.Linear``, or an ``nn.Embedding`` with a dense gradient that is the sum over tokens; for an engine's life.
 
     Attributes:
-        in_step: its forward; one object for all steps, for compiled code that calls the layer looks at it.
-        waits: whether it leaves its product to W, where the unit has one.
-        adds: whether it may add to the gradient itself: not where DDP or FSDP waits for it, and holds the node.
+        in_step: its forward; one object for all steps, because compiled code that calls the layer checks the object.
+        waits: whether it leaves its product to W, if the unit has one.
+        adds: whether it may add to the gradient itself; False if DDP or FSDP waits for the gradient and holds the node.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Layer:
         self.part, self.module, self.in_step = part, module, self.forward
 
     def forward(self, input: Tensor) -> Tensor:
-        """In place of the module's own forward, while the step runs."""
+        """Replaces the module's own forward while the step runs."""
         module = self.module
         unit = None if torch.compiler.is_compiling() else current()  # what a compiled backward keeps may be overwritten
         tape = unit.tape if unit is not None and self.waits else None
@@ -177,7 +177,7 @@ class Layer:
         return _Product.apply(weight, input, bias, value, use)  # type: ignore[no-any-return, no-untyped-call]
 
     def _is_autograds(self, input: Tensor) -> bool:
-        """Whether the weight's gradient must go autograd's way in this call."""
+        """Returns whether autograd must make the weight's gradient in this call."""
         weight, bias = self.module.weight, getattr(self.module, "bias", None)
         return (
             type(weight) is not nn.Parameter
@@ -194,7 +194,7 @@ class Use(NamedTuple):
     """One call of a layer. A plain object: autograd does not look for the weight inside.
 
     Attributes:
-        tape: to which I leaves the product; None: B adds it.
+        tape: gets the product from I; None: B adds it.
     """
 
     layer: Layer
@@ -202,7 +202,7 @@ class Use(NamedTuple):
     tape: Tape | None
 
     def is_ours(self, ctx: Any) -> bool:
-        """In a backward: whether autograd need not accumulate the gradient. The graph leads to the weight first."""
+        """Returns, in a backward, whether autograd need not accumulate the gradient. The graph leads to the weight."""
         if torch.is_grad_enabled() or _has_hooks(self.weight):  # this backward is to be differentiated, or is watched
             return False
         try:  # False: torch.autograd.grad, or backward(inputs=...), of other tensors
@@ -211,7 +211,7 @@ class Use(NamedTuple):
             return False
 
     def take_product(self, x: Tensor, dy: Tensor) -> bool:
-        """Leaves ``dy.t() @ x`` to W, or adds it; False: only autograd can."""
+        """Leaves ``dy.t() @ x`` to W, or adds it; returns False if only autograd can."""
         part, key = self.layer.part, id(self.weight)
         if self.tape is not None:
             self.tape.products.append((self, x, dy, [t._version for t in (self.weight, x, dy)]))
@@ -231,11 +231,11 @@ class Use(NamedTuple):
 
 
 class Tape:
-    """The products that one unit leaves to its W, in the order in which its backward came to them.
+    """The products that one unit leaves to its W, in the order of its backward.
 
     Attributes:
         products: the use of a weight, inputs (tokens, inputs) and output gradients (tokens, outputs), and the versions
-            of all three, which tell whether they have been changed meanwhile.
+            of all three, by which W finds later changes.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class Tape:
         return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
-        """Bytes of inputs and of output gradients, each storage once; ``excluded``: addresses that do not count."""
+        """Returns bytes of inputs and output gradients, each storage once, without the ``excluded`` addresses."""
         held = []
         seen = set(excluded)
         for tensors in ([x for _, x, *_ in self.products], [dy for _, _, dy, _ in self.products]):
@@ -270,7 +270,7 @@ class Tape:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear``, whose backward adds the weight's gradient itself, or leaves it to a tape."""
+    """``F.linear`` with a backward that adds the weight's gradient itself, or leaves it to a tape."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, value: Tensor, use: Use) -> Tensor:
@@ -294,7 +294,7 @@ class _Product(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """``F.embedding``, whose backward adds the gradient of the tokens' rows where autograd would add the table's."""
+    """``F.embedding`` with a backward that adds only the rows of the tokens; autograd would add a whole table."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, use: Use) -> Tensor:
@@ -310,7 +310,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
-    """Casts what autocast would cast: floating tensors but doubles."""
+    """Casts a tensor as autocast would: floating tensors except doubles."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -324,17 +324,17 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def deferrable(module: Any) -> list[nn.Linear]:
-    """The linear layers that leave their weights' gradients to W where no other module has a part in them."""
+    """Returns the linear layers that leave their weights' gradients to W, if no other module uses the weights."""
     found = _layers_of(module, [module]) if isinstance(module, nn.Module) else ()
     return [layer for _, layer, waits, _ in found if waits]
 
 
 def _layers_of(module: nn.Module, roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any, bool, bool]]:
-    """The layers of a module that may run otherwise in a step: a name, the layer, whether its product may wait for W,
-    and whether neither DDP nor FSDP waits for its gradient. What runs as compiled code stays as it is.
+    """Yields the layers of a module that may run differently in a step: a name, the layer, whether its product may wait
+    for W, and whether neither DDP nor FSDP waits for its gradient. Compiled modules stay as they are.
 
     Args:
-        roots: all modules of the rank, this one among them.
+        roots: all modules of the rank, including this one.
     """
     shared: set[int] = set()  # parameters of other modules than linear layers, and those that a module's hook may read
     reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
@@ -357,7 +357,7 @@ def _layers_of(module: nn.Module, roots: Sequence[nn.Module]) -> Iterator[tuple[
 
 
 def _is_own(module: nn.Module) -> bool:
-    """Whether a linear layer or an embedding computes something else than its class does."""
+    """Returns whether a linear layer or an embedding computes differently from its class."""
     if type(module) is nn.Embedding and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
         return True  # its gradient is not the sum over tokens
     return "forward" in module.__dict__ or "weight" not in module._parameters

@@ -19,9 +19,9 @@ Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Argument of a callable rule: which tokens of which micro-batch a unit of this rank works on.
+    """Argument of a callable rule: the tokens and the micro-batch of a unit on the rank.
 
-    The offset is the position of its first token, which is counted along its path in a tree.
+    The offset is the position of the first token, in a tree counted along the segment's path.
     """
 
     microbatch: int
@@ -38,7 +38,7 @@ TokenPart: TypeAlias = tuple[int, int]
 
 
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
-    """k segments of a tensor, or of a tuple or dict of tensors, or this part of each; anything else is repeated."""
+    """Returns k segments of a tensor, tuple or dict of tensors, or this part of each; repeats other values."""
 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)
@@ -59,7 +59,7 @@ def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
 
 
 def check_equal_batches(inputs: Any) -> None:
-    """Stages hand on messages of one batch size: raises before anything runs where a list's micro-batches differ."""
+    """Raises, before anything runs, if a list's micro-batches differ in batch size: messages have one batch size."""
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in inputs]
     sizes = [first.size(0) if isinstance(first, Tensor) and first.dim() else None for first in firsts]
     for m, size in enumerate(sizes):
@@ -72,12 +72,12 @@ def check_equal_batches(inputs: Any) -> None:
 
 
 def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], list[Any]]) -> list[Any]:
-    """So many parts of a value, where ``cut`` makes those of a tensor.
+    """Returns ``count`` parts of a value; ``cut`` makes the parts of a tensor.
 
-    Tuples and dicts become tuples and dicts of parts, and anything else is repeated.
+    Tuples and dicts become tuples and dicts of parts; other values are repeated.
 
     Args:
-        name: of the value, for errors of ``cut``.
+        name: name of the value, for errors of ``cut``.
     """
     if isinstance(value, Tensor):
         return cut(value, name)
@@ -132,13 +132,13 @@ class Leaves:
     """Arguments that require grad: units see leaves, whose summed gradients are propagated once at the step's end.
 
     Two segments that shared the graph behind an argument would run backward through it a second time, and so would two
-    arguments that come from one graph: all of them are propagated together.
+    arguments of one graph: all of them are propagated together.
     """
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def replace(self, value: Any) -> Any:
-        """The value with a leaf in place of each tensor that requires grad."""
+        """Returns the value with a leaf in place of each tensor that requires grad."""
 
         def leaf_of(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -152,7 +152,7 @@ class Leaves:
         return mapped(value, leaf_of) if any(tensor.requires_grad for tensor in tensors_of(value)) else value
 
     def propagate(self, factor: float = 1.0) -> None:
-        """factor: by which the gradients are multiplied; 0: they are nothing, even if they are not finite."""
+        """Propagates the leaves' gradients times ``factor``; 0 makes them zero, even if they are not finite."""
         reached = [(value, leaf.grad) for value, leaf in self.pairs if leaf.grad is not None]
         self.pairs.clear()
         if reached:
@@ -163,10 +163,10 @@ class Leaves:
 
 
 def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = False) -> None:
-    """Every tensor keyword needs a rule: to guess from its sizes would be silently wrong.
+    """Raises unless every tensor keyword has a rule: a guess from sizes could be silently wrong.
 
     Args:
-        is_split: micro-batches are whole segments, so that a list of them needs no rule.
+        is_split: micro-batches are whole segments, so a list of them needs no rule.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
@@ -194,11 +194,11 @@ def split_kwargs(
     part: TokenPart,
     positions: Callable[[int], Sequence[int]] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Keyword arguments of a stage, per micro-batch and segment.
+    """Returns keyword arguments of a stage, per micro-batch and segment.
 
     Args:
         rows: tokens of the segments of each micro-batch.
-        positions: where those of a micro-batch begin; None: one after another.
+        positions: position at which each segment of a micro-batch begins; None: one after another.
     """
     per_microbatch: list[dict[str, Any]]
     if isinstance(kwargs, list):
@@ -231,14 +231,14 @@ _partition = lru_cache(64)(partition_sequence)
 def segment_sizes(
     choice: Sizes, length: int, num_segments: int, num_parts: int, documents: tuple[int, ...] | None
 ) -> list[int]:
-    """Tokens of the segments of a sequence of ``length`` tokens.
+    """Returns the tokens of the segments of a sequence of ``length`` tokens.
 
     Args:
-        choice: as an engine was given it.
+        choice: the engine's argument.
         num_parts: ranks that share the tokens of each segment.
-        documents: lengths of packed documents, for a ``ModelShape``; None: the sequence is one.
+        documents: lengths of packed documents, for a ``ModelShape``; None: the sequence is one document.
     Raises:
-        ValueError: the sequence is too short, or what was chosen is for another one.
+        ValueError: the sequence is too short, or the choice is for another length.
     """
     if length < num_segments:
         raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {num_segments}")

@@ -1,4 +1,4 @@
-"""One stage: what it is in every step, and F and B of its units in one step. The executor says when."""
+"""One stage: its state for all steps, and F and B of its units in one step. The executor says when."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__: list[str] = []
 
 
 class Stage:
-    """A stage of this rank, the same in every step: its module, its place in the pipeline, and what wraps it.
+    """A stage of the rank, equal in every step: its module, its place in the pipeline, and its wrappers.
 
     Args:
         features: what an engine may do around its units.
         is_whole: units are whole micro-batches, as outside a step.
-        tells: whether what is found wrong is told, not only collected.
+        tells: whether warnings are shown, or only collected.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Stage:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The stage's module, and its loss if that is a module."""
+        """The stage's module, and its loss if the loss is a module."""
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
     @property
@@ -76,7 +76,7 @@ class Stage:
 
     @property
     def trained_weights(self) -> int:
-        """Elements of all parameters that require grad, each once."""
+        """Returns the number of elements of all parameters that require grad, each once."""
         parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
         return sum(parameters.values())
 
@@ -85,11 +85,11 @@ class StageStep:
     """A stage's part of one step: runs its module on one unit at a time, and holds the units until the step ends.
 
     Every segment has a graph of its own: its inputs are leaves, keys and values pass between segments through the
-    cache, other state through ``carry``. B is ``torch.autograd.backward`` on that graph, so hooks on parameters fire.
+    cache, other state through ``carry``. B is ``torch.autograd.backward`` on this graph, so hooks on parameters fire.
 
     Args:
-        order: what becomes of the stage's cells.
-        arguments: those of the step, split.
+        order: passes of the stage's cells.
+        arguments: arguments of the step, split.
         auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
     """
 
@@ -119,10 +119,10 @@ class StageStep:
         self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
 
     def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
-        """Says where the stage's inputs come from, and where its outputs go.
+        """Sets the source of the stage's inputs, and the sink of its outputs.
 
         Returns:
-            the function that runs a unit of the stage, by the letter of its pass.
+            the functions that run units of the stage, by the letter of the pass.
         """
         self._source, self._sink = source, sink
         # A hook that no part has costs nothing.
@@ -134,7 +134,7 @@ class StageStep:
         return passes
 
     def end(self) -> None:
-        """After the last unit, or an error. Units go with the step: nothing that it holds may hold it."""
+        """Drops units after the last one, or after an error: nothing that a step holds may hold the step."""
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
         for part in self.stage.features:
             part._step = None
@@ -144,7 +144,7 @@ class StageStep:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, cell: int, received: Received) -> tuple[Tensor, ...] | None:
-        """F(m.s). Returns what crosses to another stage."""
+        """F(m.s). Returns the tensors that cross to another stage."""
         order, arguments, units = self.order, self.arguments, self.units
         m, s, is_last = order.places[cell]
         unit = LiveUnit(self.stage.index, m, s, cell, arguments.training, units[order.parents[cell]] if s else None)
@@ -188,7 +188,7 @@ class StageStep:
             return sent
 
     def _run_paths(self, unit: LiveUnit, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module on each path of a tree alone, for a unit that is a whole micro-batch."""
+        """Runs the module on each path of a tree alone, for a unit that is a whole micro-batch."""
         paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
         dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
         output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
@@ -213,8 +213,6 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = unit.start(gradients, self._auxiliary_seeds)
         enter(unit)
-        if unit.tape is not None:
-            unit.tape.is_open = True
         if unit.away is not None:
             unit.away.back()
         if roots and self._parallel is None:

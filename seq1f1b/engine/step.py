@@ -38,10 +38,10 @@ class StepRecord:
     Attributes:
         sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
         length: tokens of the longest micro-batch.
-        seconds: until the host had called all units.
-        figures: of each stage, what its parts tell, by name.
-        logit_bytes: of this rank's shard of the vocabulary, at their peak.
-        tokens: of all sequences, where the first stage is.
+        seconds: time until the host had called all units.
+        figures: of each stage, measurements of its parts, by name.
+        logit_bytes: of the rank's shard of the vocabulary, at their peak.
+        tokens: tokens of all sequences, on the rank of the first stage.
     """
 
     training: bool
@@ -56,25 +56,25 @@ class StepRecord:
     tokens: int
 
     def step_seconds(self, rank: int) -> float:
-        """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
+        """Returns the seconds of all units; on a GPU waits until the last unit has run."""
         if not _C.executor_settle(self.order.executor):
             return self.seconds
         walked = _C.executor_timeline(self.order.executor, rank)
         return (walked[-1][3] - walked[0][2]) * 1e-9
 
     def total(self, name: str) -> int:
-        """Sum of a figure over this rank's stages."""
+        """Returns the sum of a figure over the rank's stages."""
         return sum(own.get(name, 0) for own in self.figures.values())
 
 
 class Step:
-    """Made for one step and dropped at its end, with everything that units left behind.
+    """One step of the rank, dropped at its end with everything that units left behind.
 
     Args:
-        batch: its arguments, checked.
-        order: in which its units run.
+        batch: checked arguments.
+        order: order of the step's units.
         options, stages, pipeline: the engine's own.
-        known_shapes: (training, tokens, k) of steps that have run before.
+        known_shapes: (training, tokens, k) of earlier steps.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Step:
         self.has_parts = False  # whether a part surrounds units, once they are known
 
     def share_weights(self) -> None:
-        """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
+        """Tells all ranks the micro-batches' weights if targets decide them: auxiliary losses need them. Collective."""
         batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
         if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
             self.learn(length)
@@ -128,7 +128,7 @@ class Step:
             return fill is not None and bool(fill(cell, None))
 
     def learn(self, length: int) -> list[int]:
-        """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
+        """Splits the rank's arguments; returns the segment sizes. The executor calls it with the first message."""
         batch, options = self.batch, self._options
         batch.split(length)
         batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
@@ -154,7 +154,6 @@ class Step:
         return batch.sizes
 
     def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
-        """Gives a stage its source and its sink, and finds what runs each of its passes."""
         source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
         if not part.stage.is_first:
             source = FromStage(self.batch.training, self._parts.get(index - 1))
@@ -178,7 +177,7 @@ class Step:
         self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     def surround(self, around: ExitStack) -> None:
-        """Enters what parts put around all units, such as forwards of layers, once they are known.
+        """Enters the contexts that parts put around all units, such as forwards of layers, once the units are known.
 
         Args:
             around: left after the last unit.
@@ -191,7 +190,7 @@ class Step:
                     around.enter_context(context)
 
     def look_back(self) -> None:
-        """After the last unit, once nothing surrounds the units any more: what only the first step of a shape needs."""
+        """Does work for the first step of a shape, after the last unit, when nothing surrounds units any more."""
         for part in self._parts.values():
             for piece in part.parts:
                 piece.look_back()
@@ -199,8 +198,9 @@ class Step:
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def divides(self) -> tuple[bool | None, float, bool]:
-        """After the last unit: whether the loss came with its divisor (None: none was called), by what gradients are
-        multiplied then, and whether a stage of this rank has given auxiliary losses."""
+        """Returns, after the last unit: whether the loss came with its divisor (None: no loss was called), the
+        gradients' factor then, and whether a stage of the rank has given auxiliary losses.
+        """
         has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
         loss, weighting = self._loss, self._weighting
         if loss is None or not loss.divides:
@@ -210,7 +210,7 @@ class Step:
 
     @cached_property
     def _divisors(self) -> dict[int, float]:
-        """After the last unit: by cell, what came beside the losses. It is the only read of a step with divisors."""
+        """Reads the losses' divisors by cell, after the last unit: the only read of a step with divisors."""
         assert self._loss is not None
         divisors, constants = self._loss.divisors, self._loss.constants
         numbers, read = list[list[float]](), StepRead()
@@ -222,18 +222,18 @@ class Step:
         return found
 
     def tell_of_counts(self) -> None:
-        """After the last unit, on the rank of the last stage: a word on means over unlike numbers of targets."""
+        """Warns of means over unlike numbers of targets, after the last unit, on the rank of the last stage."""
         if self._weighting is not None and not (self._loss is not None and self._loss.divides):
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
-        """After the last unit, or an error."""
+        """Ends the step's parts, after the last unit or an error."""
         for part in (*self._parts.values(), self._head, self._embedding):
             if part is not None:
                 part.end()
 
     def losses(self) -> list[Tensor]:
-        """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
+        """Returns losses of the M micro-batches, or of all their tokens, on the last stage's rank; [] elsewhere."""
         if self._last is None or self.batch.target is None:
             return []
         found = self._loss if self._head is None else self._head
@@ -260,10 +260,10 @@ class Step:
         return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
 
     def record(self, number: int, seconds: float) -> StepRecord:
-        """Record of the step, once it has ended.
+        """Returns the record of the step, once it has ended.
 
         Args:
-            seconds: that all units took.
+            seconds: of all units.
         """
         batch, tokens = self.batch, 0
         if self._pipeline.has_first:

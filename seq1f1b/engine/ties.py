@@ -1,6 +1,6 @@
-"""Parameters that several stages hold as copies of one, as an embedding that is also the head.
+"""Parameters that several stages hold as copies of one, such as an embedding that is also the head.
 
-Copies are made where a model is cut (``copies.py``). A step sums their gradients.
+Copies are made at the cut of a model (``copies.py``). A step sums their gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ has, and its id, by which a rank tells that it holds another one now."""
 
 
 class _Copy(NamedTuple):
-    """A parameter of this rank that others hold, too.
+    """A parameter of the rank with copies on other ranks.
 
     Attributes:
-        text: its own name and its place; the tie's name where no module has registered it.
-        is_held: a module has registered it.
+        text: name and place; the tie's name if no module has registered the parameter.
+        is_held: a module has registered the parameter.
     """
 
     text: str
@@ -45,12 +45,12 @@ class _Copy(NamedTuple):
 class TiedParameters:
     """Sums the gradients of each parameter's copies over the ranks, so that equal copies stay equal.
 
-    A stage says by its attribute ``tied_parameters``, a dict of parameters by name, which of its parameters have copies
-    on other stages: copies have the name in common. Every exchange goes by the sorted names of all ranks. Parameters
-    that are bit-equal and not listed are named in a warning where they are likely one parameter of the model.
+    A stage's attribute ``tied_parameters``, a dict of parameters by name, says which of its parameters have copies on
+    other stages: copies have the name in common. Every exchange goes by the sorted names of all ranks. A warning names
+    bit-equal parameters outside of these lists that are likely one parameter of the model.
 
     Args:
-        modules: of this rank, each with its place in words.
+        modules: of the rank, each with its place in words.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], group: RankGroup) -> None:
@@ -76,7 +76,6 @@ class TiedParameters:
     # -- this rank's copies --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Reads what all modules list and hold now."""
         found, listings = dict[str, list[_Copy]](), dict[tuple[int, str], tuple[Any, list[str]]]()
         self._problem = ""
         try:
@@ -103,17 +102,17 @@ class TiedParameters:
             self._problem, self.has_lists = str(error), True
 
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's copies."""
+        """Returns the rank's copies."""
         return [copy.parameter for own in self._copies.values() for copy in own]
 
     def names(self) -> dict[int, str]:
-        """Names that this rank's copies have in the whole model, by their ids."""
+        """Returns the names of the rank's copies in the whole model, by the copies' ids."""
         if self.has_lists:
             self._read()
         return {id(copy.parameter): name for name in sorted(self._copies, reverse=True) for copy in self._copies[name]}
 
     def counted_elsewhere(self) -> set[int]:
-        """Ids of the copies on this rank that a norm over all ranks must leave out."""
+        """Returns ids of the copies on the rank that a norm over all ranks must leave out."""
         return {
             id(copy)
             for name, own in self._held()
@@ -130,9 +129,9 @@ class TiedParameters:
         A rank may fail when others have not yet left; so all meet again after a failed step.
 
         Args:
-            beside: makes what is told to the other ranks, too.
+            beside: makes a value for the other ranks.
         Returns:
-            what all ranks told so; nothing where they have met before.
+            these values of all ranks; an empty list if the ranks have met before.
         """
         if self._met_in == self._group.epoch:
             if self.has_lists:  # whose modules may hold or list other parameters now, or changed ones
@@ -160,14 +159,14 @@ class TiedParameters:
         return [told for *_, told in found]
 
     def check(self) -> None:
-        """In a step, before its units: raises if what this rank holds now cannot be taken. The others hear of it."""
+        """Raises, before a step's units, if the rank's parameters cannot be taken. The others hear of the error."""
         late = self._copies.keys() - self._holders.keys()
         if self._problem or late:
             text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
             raise ValueError(self._problem or text)
 
     def _take(self, everyones: list[Described]) -> None:
-        """Takes over who holds which copies. Raises on every rank if they are not alike, or have hooks."""
+        """Takes over who holds which copies. Raises on every rank if copies are unlike, or have hooks."""
         self._everyones = []  # where this raises, the next step takes them over anew
         holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
@@ -186,13 +185,12 @@ class TiedParameters:
         self._holders, self._everyones = holders, everyones
 
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """This rank's copies, by the names that all ranks go through in one order."""
         for name in self._holders:
             if name in self._copies:
                 yield name, [copy.parameter for copy in self._copies[name]]
 
     def _of_first(self, name: str, own: nn.Parameter) -> Tensor:
-        """The values of a tie's first copy. Collective over its holders."""
+        """Returns the values of a tie's first copy. Collective over its holders."""
         first, *others = self._holders[name]
         if first == self._group.rank:
             self._group.exchange(own.detach(), others, [], own)
@@ -203,10 +201,10 @@ class TiedParameters:
 
     @torch.no_grad()
     def end_step(self, gradients: StepGradients) -> None:
-        """Sums what the step added to the copies' gradients, in rank order, so that all get the same bits.
+        """Sums the step's gradients of copies in rank order, so that all copies get the same bits.
 
-        Now and then the copies are compared, too, and where a rank holds others than before. Raises on every rank if
-        they have come apart.
+        Compares the copies now and then, and after a rank's copies were replaced. Raises on every rank if copies have
+        come apart.
         """
         if not self._holders:
             return
@@ -240,7 +238,7 @@ class TiedParameters:
                 gradients.replace(copy, total)
 
     def _lost(self, having: Collection[str]) -> str:
-        """Tells of a copy that no module holds, and that has got no gradient; ``having`` are names that have."""
+        """Returns a text about a copy outside of all modules without a gradient; ``having``: names with one."""
         for name, (copy, *_) in self._copies.items():
             if name not in having and not copy.is_held and copy.parameter.requires_grad:
                 return (
@@ -253,12 +251,12 @@ class TiedParameters:
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def compare(self, *, always: bool = False) -> None:
-        """Raises, on every rank, if copies have come apart in the training steps since they were compared. Collective.
+        """Raises, on every rank, if copies have come apart in the training steps since the last comparison. Collective.
 
-        After a failed step it does nothing: a checkpoint may be loaded then.
+        Does nothing after a failed step: a checkpoint may be loaded then.
 
         Args:
-            always: also where no step has run, or one has failed.
+            always: compares even if no step has run, or one has failed.
         """
         if always or (self._holders and self._compared < self._steps and not self._group.has_failed):
             self.meet()
@@ -270,8 +268,10 @@ class TiedParameters:
 
     @torch.no_grad()
     def _compare(self, everyones: Sequence[Any] | None = None) -> None:
-        """Args:
-        everyones: sums over the bytes of all ranks' copies, by rank; None: they are gathered.
+        """Compares copies by sums over their bytes.
+
+        Args:
+            everyones: sums of all ranks, by rank; None: they are gathered.
         """
         if everyones is None:
             everyones = self._group.all_gather_object(self._bytes())
@@ -301,14 +301,13 @@ class TiedParameters:
 
 
 def _refuse(texts: Sequence[str]) -> None:
-    """Raises, on every rank, what one of them has to say."""
     for rank, text in enumerate(texts):
         if text:
             raise Disagreement(f"rank {rank}: {text}")
 
 
 def _listed(part: nn.Module) -> Any:
-    """Parameters that a module lists as ``tied_parameters``; None: it has no such attribute of its own."""
+    """Returns the parameters that a module lists as ``tied_parameters``; None without such an attribute."""
     computed: Any = getattr(type(part), _LIST, None)
     if computed is None and _LIST not in part.__dict__ and _LIST not in part._modules:
         return None
@@ -328,8 +327,10 @@ def _listed(part: nn.Module) -> Any:
 
 
 def _copy(name: str, parameter: Any, place: str, paths: Sequence[str]) -> _Copy:
-    """Args:
-    place: where the parameter is listed; paths: where it is held there.
+    """Makes the record of a copy.
+
+    Args:
+        place: stage with the list. paths: names of the parameter in the stage.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ValueError(f"tied parameter {name!r} of {place} is a {type(parameter).__name__}, not an nn.Parameter")
@@ -350,7 +351,7 @@ def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
 
 
 def _kind(parameter: nn.Parameter, names: Mapping[int, Sequence[str]], name: str) -> str:
-    """The kind that all copies must have; ``names``: of all ties whose copy each parameter is."""
+    """Returns the kind, equal for all copies; ``names``: of all ties whose copy each parameter is."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     kind += ", without memory (meta)" if parameter.is_meta else ""
@@ -367,6 +368,5 @@ def _sum_of_bytes(tensor: Tensor) -> int:
 
 
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
-    """Sum of the gradients of copies on one rank."""
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)

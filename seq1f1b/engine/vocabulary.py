@@ -20,7 +20,7 @@ _Shard = TypeVar("_Shard", bound="VocabularyShard")
 
 
 class VocabularyShard(nn.Module):
-    """A layer with a row for each word of a vocabulary, of which this rank holds some: base of the two below."""
+    """A layer with a row for each word of a vocabulary, of which the rank holds some: base of the two below."""
 
     def __init__(self, vocab: int, hidden: int, rank: int | None, num_ranks: int | None, name: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class VocabularyShard(nn.Module):
         return [base + (rank < more) for rank in range(self.num_ranks)]
 
     def _add_layer(self, layer: nn.Module) -> None:
-        """Under its name in the unsplit model, which may be a path."""
+        """Adds the layer under its name in the unsplit model, which may be a path."""
         first, *inner = self.name.split(".")
         for name in reversed(inner):
             outer = nn.Module()
@@ -60,7 +60,7 @@ class VocabularyShard(nn.Module):
         return slice(self.first_row, self.first_row + self.shard_sizes[self.rank])
 
     def holds(self, tokens: Tensor) -> Tensor:
-        """Whether this shard holds the row of each token."""
+        """Returns whether this shard holds the row of each token."""
         return torch.logical_and(tokens >= self.rows.start, tokens < self.rows.stop)
 
     @property
@@ -76,7 +76,7 @@ class VocabularyShard(nn.Module):
         self.layer.get_parameter("weight").copy_(weight[self.rows])
 
     def check_place(self, rank: int, num_ranks: int) -> None:
-        """Raises unless the shard is that of this rank of a pipeline."""
+        """Raises unless the shard belongs to the rank of a pipeline."""
         if (self.rank, self.num_ranks) != (rank, num_ranks):
             raise ValueError(
                 f"the {type(self).__name__} holds shard {self.rank} of {self.num_ranks}, on rank {rank} of {num_ranks} "
@@ -87,25 +87,26 @@ class VocabularyShard(nn.Module):
 class VocabularyParallelHead(VocabularyShard):
     """The output layer of a language model and its cross entropy, with a shard of the vocabulary on each rank.
 
-    Every rank of a :class:`seq1f1b.PipelineEngine` gives its own as ``loss_fn``; the last stage returns the hidden
+    Every rank of a :class:`seq1f1b.PipelineEngine` gives its shard as ``loss_fn``; the last stage returns the hidden
     state. Each rank then computes the logits of its rows for every segment, and the ranks exchange three or four
-    numbers per token. So the last rank holds no more weights, optimizer state and logits than the others. The mean is
-    over targets that are not ``ignore_index``, as in :func:`torch.nn.functional.cross_entropy`.
+    numbers per token. So the last rank holds no more weights, optimizer state and logits than other ranks. The mean is
+    over targets other than ``ignore_index``, as in :func:`torch.nn.functional.cross_entropy`.
 
     Args:
         hidden, vocab: sizes of the hidden state and of the whole vocabulary; ranks hold its rows in order, the first
-            ones a row more where the number of ranks does not divide it.
-        rank, num_ranks: this shard and how many there are; default: those of the default process group, or 0 of 1.
-        bias: whether the layer has one.
-        name: of the layer in the unsplit model, for checkpoints: its parameters are ``head.weight`` and ``head.bias``.
-        label_smoothing: as of ``cross_entropy``.
+            ranks a row more if the number of ranks does not divide the vocabulary.
+        rank, num_ranks: number of this shard and of all shards; default: those of the default process group, or 0 of 1.
+        bias: whether the layer has a bias.
+        name: name of the layer in the unsplit model, for checkpoints: the parameters are ``head.weight`` and
+            ``head.bias``.
+        label_smoothing: as in ``cross_entropy``.
         z_loss: weight of the mean of squares of the logarithm of the softmax's denominator, added to the loss.
-        ignore_index: targets that do not count. Another one than -100 needs the engine's ``loss_weight``, too.
-        token_loss: in place of cross entropy, as a ``loss_fn`` of one value per token: it is called with the targets'
-            log-probabilities (...), 0 where a target is ignored, and a dict of ``"labels"`` and ``per_token``, and
-            returns (...), which ``step`` and ``eval`` give. Every rank calls it, so it draws no random numbers.
-        per_token: names of what the target, then a dict, may hold beside ``"labels"``, each (..., more), as that of
-            :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
+        ignore_index: targets that do not count. Values other than -100 need the engine's ``loss_weight``, too.
+        token_loss: in place of cross entropy, a loss of one value per token: called with the targets'
+            log-probabilities (...), 0 for ignored targets, and a dict of ``"labels"`` and ``per_token``; returns
+            (...), which ``step`` and ``eval`` return. Every rank calls the function, so it must draw no random numbers.
+        per_token: names of tensors that the target, then a dict, may hold beside ``"labels"``, each (..., more), as
+            the target of :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
         dtype, device: of the weight, (rows of the shard, hidden), and of the bias.
     Raises:
         ValueError: a number is out of range, or a shard would have no row.
@@ -159,7 +160,7 @@ class VocabularyParallelHead(VocabularyShard):
 
     @property
     def settings(self) -> str:
-        """Settings that must be the same on every rank, as text."""
+        """Settings that must be equal on every rank, as text."""
         of_tokens = "" if self.token_loss is None else f", token_loss, per_token={self.per_token}"
         return (
             f"VocabularyParallelHead({self.hidden}, {self.vocab}, label_smoothing={self.label_smoothing}, "
@@ -167,7 +168,8 @@ class VocabularyParallelHead(VocabularyShard):
         )
 
     def forward(self, hidden: Tensor, target: Any = None) -> Tensor:
-        """The logits of this shard, (..., rows); with a target, and on one rank, the mean loss, or ``token_loss``'s.
+        """Returns the logits of this shard, (..., rows); with a target, and on one rank, the mean loss, or
+        ``token_loss``'s.
 
         Args:
             hidden: (..., hidden). target: (...), row numbers of the whole vocabulary, or ``ignore_index``.
@@ -190,7 +192,7 @@ class VocabularyParallelHead(VocabularyShard):
     # -- a loss of tokens
 
     def read_target(self, target: Any) -> tuple[Any, list[Tensor | None]]:
-        """The labels, and each of ``per_token``, None where it was left out. Raises ValueError."""
+        """Returns the labels, and each tensor of ``per_token``, None if left out. Raises ValueError."""
         if not isinstance(target, Mapping):
             return target, [None] * len(self.per_token)
         if self.token_loss is None:
@@ -211,12 +213,12 @@ class VocabularyParallelHead(VocabularyShard):
         return labels, [target.get(name) for name in self.per_token]
 
     def log_probs(self, found: Statistics, labels: Tensor) -> Tensor:
-        """Log-probabilities of the labels, in their shape; 0 where they are ignored."""
+        """Returns log-probabilities of the labels, in their shape; 0 for ignored labels."""
         of_labels = (found.of_target - found.log_sum).view(labels.shape)
         return torch.where(labels != self.ignore_index, of_labels, 0.0)
 
     def losses_of_tokens(self, log_probs: Tensor, labels: Tensor, more: Sequence[Tensor | None]) -> Tensor:
-        """Calls ``token_loss`` on the log-probabilities. Raises ValueError unless it gives one value per token."""
+        """Calls ``token_loss`` on the log-probabilities. Raises ValueError unless it returns one value per token."""
         assert self.token_loss is not None
         named = {name: value for name, value in zip(self.per_token, more, strict=True) if value is not None}
         values = self.token_loss(log_probs, {"labels": labels, **named})
@@ -228,9 +230,9 @@ class VocabularyParallelHead(VocabularyShard):
     # -- the arithmetic of S and T
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Statistics of this shard's logits for the other ranks, (3 or 4, tokens).
+        """Returns statistics of this shard's logits for the other ranks, (3 or 4, tokens).
 
-        The maximum, the sum of exponentials, the target's logit, and, where labels are smoothed, the sum of logits.
+        They are the maximum, the sum of exponentials, the target's logit, and, with smoothed labels, the sum of logits.
         """
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         most = flat.amax(1)
@@ -241,7 +243,7 @@ class VocabularyParallelHead(VocabularyShard):
         return torch.stack([*rows, flat.sum(1)] if self.label_smoothing else rows)
 
     def combine(self, everyones: Sequence[Tensor]) -> Statistics:
-        """Joins the statistics of all ranks in their order, so that each rank gets the same bits."""
+        """Joins the statistics of all ranks in their order, so each rank gets the same bits."""
         most = torch.stack([each[0] for each in everyones]).max(0).values
         denominator, of_target, total = torch.zeros_like(most), torch.zeros_like(most), torch.zeros_like(most)
         for each in everyones:
@@ -258,8 +260,12 @@ class VocabularyParallelHead(VocabularyShard):
         return losses + self.z_loss * found.log_sum.square() if self.z_loss else losses
 
     def logit_gradients(self, logits: Tensor, target: Tensor, own: Tensor, found: Statistics, scale: Tensor) -> Tensor:
-        """Gradients of the logits of this shard, whose :meth:`statistics` are ``own``; ``scale``: of one token's loss.
-        Ignored targets have none."""
+        """Returns gradients of this shard's logits; 0 for ignored targets.
+
+        Args:
+            own: :meth:`statistics` of these logits.
+            scale: gradient of one token's loss.
+        """
         flat = logits.detach().reshape(-1, logits.shape[-1])
         scales = (target != self.ignore_index).reshape(-1) * scale.to(own.dtype)
         share = own[1] * (own[0] - found.log_sum).exp()  # of the softmax's denominator
@@ -275,7 +281,7 @@ class VocabularyParallelHead(VocabularyShard):
         return gradient.to(logits.dtype).view_as(logits)
 
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this shard, any one for targets that are not among them; and which are."""
+        """Returns the targets' rows in this shard (any row for foreign ones), and whether each counts and lies here."""
         flat = target.reshape(-1)
         index = (flat - self.first_row).clamp(0, self.shard_sizes[self.rank] - 1)
         return index, self.holds(flat) & (flat != self.ignore_index)
@@ -284,15 +290,15 @@ class VocabularyParallelHead(VocabularyShard):
 class VocabularyParallelEmbedding(VocabularyShard):
     """The input embedding of a language model, with a shard of the vocabulary on each rank.
 
-    Every rank of a :class:`seq1f1b.PipelineEngine` gives its own as ``embedding``, and its ``inputs``, the tokens, to
+    Every rank of a :class:`seq1f1b.PipelineEngine` gives its shard as ``embedding``, and ``inputs``, the tokens, to
     each step. Each rank looks up its rows for every segment, and the first stage gets the embedded tokens
-    (batch, tokens, hidden) as its input. So the first rank holds no more weights and optimizer state than the others.
+    (batch, tokens, hidden) as its input. So the first rank holds no more weights and optimizer state than other ranks.
     An embedding that is also the head is one parameter on each rank: ``head.linear.weight = embedding.layer.weight``.
 
     Args:
         vocab, hidden, rank, num_ranks: as of :class:`VocabularyParallelHead`.
-        name: of the layer in the unsplit model, for checkpoints: its parameter is ``embedding.weight``.
-        padding_idx: as of :class:`torch.nn.Embedding`: a row that gets no gradient.
+        name: name of the layer in the unsplit model, for checkpoints: the parameter is ``embedding.weight``.
+        padding_idx: as of :class:`torch.nn.Embedding`: a row without gradient.
         dtype, device: of the weight, (rows of the shard, hidden).
     Raises:
         ValueError: a number is out of range, or a shard would have no row.
@@ -320,7 +326,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
     @property
     def settings(self) -> str:
-        """Settings that must be the same on every rank, as text."""
+        """Settings that must be equal on every rank, as text."""
         return f"VocabularyParallelEmbedding({self.vocab}, {self.hidden})"
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -329,10 +335,10 @@ class VocabularyParallelEmbedding(VocabularyShard):
         return embedded
 
     def find(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Finds the tokens whose rows this shard holds: their positions, and their rows in it.
+        """Finds the tokens whose rows this shard holds: their positions, and their rows in the shard.
 
         Args:
-            count: how many they are: to count them here would wait for the device.
+            count: number of such tokens: counting here would wait for the device.
         """
         flat = tokens.reshape(-1)
         places = self.holds(flat).byte().argsort(descending=True, stable=True)[:count]
@@ -349,14 +355,14 @@ class Statistics:
 
 
 def shard_of(module: Any, kind: type[_Shard]) -> _Shard | None:
-    """The shard of this kind that an engine's ``loss_fn`` or ``embedding`` is, under DDP or not; None: it is none."""
+    """Returns an engine's ``loss_fn`` or ``embedding`` if it is a shard of this kind, under DDP or not; else None."""
     inner = without_wrapper(module) if isinstance(module, nn.Module) else None
     return inner if isinstance(inner, kind) else None
 
 
 @torch.no_grad()
 def join_shards(shards: Sequence[VocabularyShard], group: RankGroup, last_rank: int) -> dict[str, Tensor]:
-    """The parameters of whole layers on one rank, each once; empty on the others. Collective."""
+    """Returns the parameters of whole layers on one rank, each once; an empty dict elsewhere. Collective."""
     found: dict[str, Tensor] = {}
     seen = set()
     for shard in shards:

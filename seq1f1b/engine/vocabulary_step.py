@@ -35,8 +35,8 @@ class _ShardStep:
     """A shard in one step, perhaps under DDP or FSDP2: its gradients are reduced once, in its last backward.
 
     Args:
-        module: the shard, as it was given to the engine.
-        last: the cell of this rank's last T or G, in which gradients are reduced; -1: none.
+        module: the shard, as given to the engine.
+        last: the cell of the rank's last T or G, in which gradients are reduced; -1: none.
     """
 
     def __init__(self, module: Any, last: int, training: bool) -> None:
@@ -55,14 +55,13 @@ class _ShardStep:
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
-    """Messages of all ranks: those that came, in the order of ranks, and this one's own."""
     found = [] if received is None else [tensors for tensors, _ in received]
     found.insert(rank, mine)
     return found
 
 
 def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, read: StepRead) -> None:
-    """Asks for the least and the largest of each tensor, which must be rows of the vocabulary."""
+    """Requests the least and the largest value of each tensor, which must be rows of the vocabulary."""
 
     def take(found: list[list[float]]) -> None:
         for number in chain.from_iterable(found):
@@ -73,7 +72,7 @@ def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, r
 
 
 class HeadStep(_ShardStep):
-    """This rank's shard of the output layer in one step: passes S and T.
+    """The rank's shard of the output layer in one step: passes S and T.
 
     Args:
         last_rank: the rank of the last stage.
@@ -99,7 +98,7 @@ class HeadStep(_ShardStep):
         return {"S": self.statistics, "T": self.loss}
 
     def check(self, targets: Sequence[Any], read: StepRead) -> None:
-        """Asks whether those of all micro-batches are in the vocabulary."""
+        """Requests a check that targets of all micro-batches are in the vocabulary."""
         every = [self.head.read_target(target)[0] for target in targets]
         whole = [labels for labels in every if isinstance(labels, Tensor) and not labels.is_floating_point()]
         ignored = self.head.ignore_index
@@ -108,13 +107,13 @@ class HeadStep(_ShardStep):
         )
 
     def divisor(self, target: Tensor, count: float) -> Tensor | float:
-        """By what the sum over a segment's tokens is divided; ``count``: the targets that a loss of tokens counts."""
+        """Returns the divisor of the sum over a segment's tokens; ``count``: targets that a loss of tokens counts."""
         if self.head.token_loss is not None:
             return count or 1.0
         return (target != self.head.ignore_index).sum().clamp(min=1) if self._is_mean else 1.0
 
     def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
-        """S(m.s): the logits of this shard; returns what the others need to know of them."""
+        """S(m.s): computes the logits of this shard; returns their statistics for the other ranks."""
         if received is not None:
             (hidden, target, scale, *more), (requires_grad, *_) = received[0]
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
@@ -174,7 +173,7 @@ class HeadStep(_ShardStep):
 
 
 class EmbeddingStep(_ShardStep, Source):
-    """This rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs."""
+    """The rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs."""
 
     def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
         super().__init__(module, last, training)
@@ -190,10 +189,11 @@ class EmbeddingStep(_ShardStep, Source):
         return {"E": self.embed, "G": self.gradient}
 
     def take(self, inputs: Sequence[tuple[Any, ...]], read: StepRead) -> None:
-        """The inputs of the pipeline, by cell. Asks whether they are in the vocabulary, and how many are this shard's.
+        """Takes the inputs of the pipeline, by cell. Requests a check of their range, and the number of this shard's
+        tokens.
 
         Raises:
-            TypeError: they are something else than tokens.
+            TypeError: inputs are no tokens.
         """
         for tokens, *others in inputs:
             if others or not isinstance(tokens, Tensor) or tokens.is_floating_point():
@@ -205,7 +205,7 @@ class EmbeddingStep(_ShardStep, Source):
         read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
 
     def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
-        """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
+        """E(m.s): embeds this shard's tokens; returns their places among the segment's tokens, and their rows."""
         places, own = self._shard.find(self._tokens[cell], int(self._counts[cell][0]))
         rows = self._module(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
@@ -213,7 +213,7 @@ class EmbeddingStep(_ShardStep, Source):
         return places, rows
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        """Input of the first stage: the rows of all shards in their places."""
+        """Returns the input of the first stage: the rows of all shards in their places."""
         tokens, cell = self._tokens[unit.cell], unit.cell
         own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])
@@ -229,7 +229,7 @@ class EmbeddingStep(_ShardStep, Source):
         return gradients
 
     def gradient(self, cell: int, received: Received) -> None:
-        """G(m.s): gradients of the rows of this shard."""
+        """G(m.s): makes gradients of the rows of this shard."""
         gradient = self._handed.pop(cell) if received is None else received[0][0][0]
         places, rows = self._kept.pop(cell)
         if gradient is not None and rows.requires_grad:
@@ -237,7 +237,7 @@ class EmbeddingStep(_ShardStep, Source):
 
 
 class ToHead(ToStage):
-    """The shards of all ranks as the end of the last stage: they get its hidden states, and make their gradients."""
+    """Sends the last stage's hidden states to the shards of all ranks, and returns their gradients."""
 
     def __init__(self, step: StageStep, shard: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
@@ -245,8 +245,7 @@ class ToHead(ToStage):
         self._keeps_outputs = step.arguments.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """In F: the message to every shard: the output, the targets, the gradient of a token's loss, and what else a
-        loss of tokens takes, empty where it was left out."""
+        """Returns, in F, the message to every shard: output, targets, gradient of a token's loss, further arguments."""
         if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
         outputs = super().take(unit, output)
@@ -276,7 +275,7 @@ class ToHead(ToStage):
         return hidden, *beside
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """In B or I: the shards' parts of the output's gradient, summed in the order of ranks."""
+        """Returns, in B or I, the shards' parts of the output's gradient, summed in the order of ranks."""
         parts = _by_rank((self._shard.gradients.pop(unit.cell),), self._shard.head.rank, received)
         present = [part for (part,) in parts if part is not None]
         if not present:

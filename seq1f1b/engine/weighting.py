@@ -1,4 +1,4 @@
-"""How segments' losses make the losses of whole micro-batches, and their gradients.
+"""Weights of segments' losses in the losses of whole micro-batches, and in their gradients.
 
 A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
 share enters as the seed of the backward, so the graph is that of the plain loss.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ IGNORED = -100  # torch's ignore_index
 class Weighting:
     """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
 
+    A segment's loss enters its micro-batch's by its share, and a micro-batch's loss enters what gradients are of by the
+    micro-batch's weight: the backward of a segment starts with the product of both.
+
     Attributes:
         shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
         counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
-        seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
+        weights: of micro-batches; all alike until :meth:`weigh`, or another rank, has found them by targets.
+        seeds: by cell, where backwards start, float64 on the device; of losses that come without a divisor.
         sum_seed: of losses that come with one; :meth:`factor` does the rest.
-        count: counts those of any part of a sequence; None: losses are added as they are.
-        scale: by cell, the shares on the device, float64.
-        weights: of micro-batches, once they are known; None: all weigh alike.
+        count: counts the targets of any part of a sequence; None: losses are added as they are.
+        scale: the shares on the device, float64.
     """
 
     scale: Tensor
@@ -49,23 +52,18 @@ class Weighting:
         self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares, self.counts = list[float](), list[float]()
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
-        self.weights: list[float] | None = None
+        alike = batch.arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
+        self.weights = [alike] * len(self.rows)
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
-        """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
-        options, row = self.options, self.rows[unit.microbatch]
-        weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
-        if options.loss.reduction == "sum":
-            return (weight * options.sequence_parallel[1],) * 2
+        """Returns the gradients of an auxiliary loss of a unit's segment, and of its micro-batch's whole sequence."""
+        weight, row = self.weights[unit.microbatch], self.rows[unit.microbatch]
+        if self.options.loss.reduction == "sum":
+            return (weight * self.options.sequence_parallel[1],) * 2
         return weight * row[unit.segment] / sum(row), weight
 
-    @property
-    def _mean_scale(self) -> float:
-        """The seed of a micro-batch's loss, where all weigh alike."""
-        return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
-
     def weigh(self, last: Any) -> None:
-        """Finds the shares of this rank's segments, and the seeds of their backwards.
+        """Finds the shares of this rank's segments, the weights of micro-batches, and the seeds of backwards.
 
         If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
         the parts is to be the loss.
@@ -76,40 +74,37 @@ class Weighting:
         options, arguments = self.options, self.arguments
         rank, num_parts = options.sequence_parallel
         if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
-            every = [[1.0] * len(row) for row in self.rows]
+            totals = [1.0] * len(self.rows)
             self.counts = [1.0] * sum(map(len, self.rows))
             self.shares = [float(num_parts)] * len(self.counts)
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
             every = count_targets(self.batch.target, pieces, options.seq_dim, options.count, self.batch.read)
-            self._totals = [sum(row) for row in every]
-            for row, own in zip(every, self._totals, strict=True):
+            totals = self._totals = [sum(row) for row in every]
+            for row, own in zip(every, totals, strict=True):
                 self.counts += row[rank::num_parts]
                 self.shares += [num_parts * (count / own if own else 0.0) for count in row[rank::num_parts]]
         divisor, total, scale = last.gradient_divisor, arguments.loss_weight, arguments.gradient_scale
         self.sum_seed = scale
         if total is not None:
-            scale *= num_parts if divisor is None else divisor
-            self.sum_seed = scale / total
+            scale *= 1.0 if divisor is None else divisor / num_parts
+            self.sum_seed = scale * num_parts / total
         elif self.batch.by_targets:
-            total, scale = sum(map(sum, every)), scale * num_parts
+            total = sum(totals)
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
                 # Every part counts all parts' targets, and so do the replicas of each.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             total = total or 1.0
-        if total is None:
-            seeds = [share * self._mean_scale for share in self.shares]
-        else:
-            seeds = [scale * count / total for count in self.counts]
-            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in every]
-            self.weights = [scale * number / total / num_parts for number in numbers]
+        if total is not None:
+            self.weights = [scale * own / total for own in totals]
+        by_cell = chain.from_iterable([weight] * len(row) for weight, row in zip(self.weights, self.rows, strict=True))
+        seeds = [share * weight for share, weight in zip(self.shares, by_cell, strict=True)]
         on_host = torch.tensor([seeds, self.shares], dtype=torch.float64, device="cpu")
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
-        """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
-        replicas."""
+        """Returns the factor for gradients of sums, once all segments' divisors are known. Collective over replicas."""
         if self.arguments.loss_weight is not None:
             return 1.0
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
@@ -125,7 +120,7 @@ class Weighting:
         return (divisor or 1.0) / total if total else 0.0
 
     def tell_of_counts(self, last: Any) -> None:
-        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        """Warns of means over unlike numbers of targets, for losses without a divisor."""
         options, arguments, counts = self.options, self.arguments, self._totals
         says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
@@ -150,14 +145,14 @@ def count_targets(
     count: Callable[[Any], float] | None,
     read: StepRead,
 ) -> list[list[float]]:
-    """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+    """Counts the targets of each [micro-batch][segment]: elements other than -100, or by ``count``.
 
     Args:
         whole: targets of the M micro-batches.
         rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
-        read: what is asked of the device, and read here.
+        read: requests for device values, read here.
     """
     asked: list[Any] = []
     for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
@@ -191,7 +186,7 @@ def count_targets(
 
 
 def count_default(target: Any) -> float:
-    """Targets of any part of a sequence: elements that are not -100."""
+    """Returns the number of targets in any part of a sequence: elements other than -100."""
     target = next(iter(tensors_of(target)), None)
     if target is None:
         return 1.0
@@ -221,7 +216,7 @@ def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows)
 
 
 def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
+    """Joins losses of segments (by cell) to losses of the M micro-batches; zero if nothing was counted.
 
     Args:
         rows: tokens of the segments of every micro-batch.
@@ -237,7 +232,7 @@ def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
-    """Makes the targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+    """Makes the targets of next-token prediction: position t gets token t + 1, the last position is ignored (-100).
 
     Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
 
@@ -245,7 +240,7 @@ def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None)
         tokens: integer tensor, for example (batch, sequence).
         dim: the sequence dimension.
         doc_ids: ids of packed documents, in the shape of ``tokens``. The last token of each document is ignored, too,
-            because the first token of another one follows it.
+            because the next document's first token follows it.
     """
     if tokens.is_floating_point() or tokens.dim() <= dim:
         raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")

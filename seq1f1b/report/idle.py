@@ -1,4 +1,4 @@
-"""Why ranks were idle in a step: differences of simulations of its order, from equal units to the measured ones."""
+"""Causes of idle time in a step: differences of simulations of its order, from equal units to the measured ones."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ _GAIN = 0.03  # of the step: units differ by as much from one step to the next, 
 class Idle:
     """The idle seconds of one rank, split into causes: their sum is the step's makespan less the rank's busy time.
 
-    The step's own order is simulated five times, with free messages, and each time the units are nearer to the measured
-    ones. A cause is what a rank idles longer than in the simulation before:
+    The step's order is simulated five times, with free messages, and each time the units are nearer to the measured
+    ones. A cause is the rank's additional idle time over the simulation before:
 
     Attributes:
-        schedule: idle time where every unit of a pass (F, B, I, W) takes the mean of that pass over the whole step.
-        stages: what is added where a unit takes the mean of its pass and stage, over segments and micro-batches.
-        segments: what is added where it takes the mean of its pass, stage and segment, over micro-batches.
-        microbatches: what is added where every unit takes its measured time, as in ``PipelineReport.simulated``.
-            Documents that are packed differently are here, and a machine that does other work.
-        host: what is added where every unit comes later by the engine's own time, spread evenly over a rank's units,
-            and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit. On a
-            GPU the engine's own time is that in which the host was late: all that a unit needs was there, what came
-            before it had ended, and the host had not started it.
-        transfer: what the measured step idles beyond that: messages on their way, their copies, places that are not
-            free, ranks that wake late from a wait, and waits for the tier (``Report.tier``).
+        schedule: idle time if every unit of a pass (F, B, I, W) takes the mean of the pass over the whole step.
+        stages: added if a unit takes the mean of its pass and stage, over segments and micro-batches.
+        segments: added if a unit takes the mean of its pass, stage and segment, over micro-batches.
+        microbatches: added if every unit takes its measured time, as in ``PipelineReport.simulated``. Differently
+            packed documents, and a machine with other work, show here.
+        host: added if every unit comes later by the engine's own time, spread evenly over a rank's units, and a rank
+            enters the step as late as measured. Python's work inside a unit is part of the unit. On a GPU the engine's
+            own time is the time in which the host was late: all inputs of a unit were there, earlier work had ended,
+                and
+            the host had not started the unit.
+        transfer: the rest of the measured idle time: messages on their way, their copies, occupied places, ranks that
+            wake late from a wait, and waits for the tier (``Report.tier``).
 
-    The mean of a cause over the ranks is what it adds to the makespan. A cause may be negative: a rank with a slow
-    stage waits less than the others, and unequal segments may fit an order better than equal ones. Where two causes
-    act together, the first one is charged with what it does alone, the second one with the rest. W that runs in waits
-    is busy time, and fills waits in the simulations as well.
+    The mean of a cause over the ranks is its share of the makespan. A cause may be negative: a rank with a slow stage
+    waits less than other ranks, and unequal segments may fit an order better than equal ones. If two causes act
+    together, the first is charged with its effect alone, the second with the rest. W that runs in waits is busy time,
+    and fills waits in the simulations as well.
     """
 
     schedule: float
@@ -64,18 +65,18 @@ CAUSES = tuple(field.name for field in fields(Idle))
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step that idle time depends on, in seconds; lists hold one entry per rank.
+    """Times of a step on which idle time depends, in seconds; lists hold one entry per rank.
 
     Attributes:
         schedule: the order that ran.
-        units: seconds of every unit in run order, with what ran in waits.
-        own: the engine's own time: neither in units nor in waits nor in sends.
+        units: seconds of every unit in run order, including parts in waits.
+        own: the engine's own time: outside of units, waits and sends.
         late: from the first start of any unit to the rank's entry into the step; 0 for ranks that were there.
         makespan: first start to last end over all ranks.
         sizes: tokens of each segment.
-        layers: of each stage; 0 where their number is not known, () where none is.
+        layers: of each stage; 0 if the number is unknown, () if all are.
         is_tuned: whether the engine itself looks for the order and its segments.
-        on_device: whether these are times of GPUs, whose own time is that in which they wait for their host.
+        on_device: whether the times are those of GPUs, whose own time is spent waiting for their host.
     """
 
     schedule: Schedule
@@ -89,21 +90,21 @@ class StepTimes:
     on_device: bool = False
 
     def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
-        """Seconds of the units that are alike in these fields."""
+        """Returns the seconds of units, grouped by these fields."""
         found: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for unit, seconds in self.each():
             found[tuple(getattr(unit, field) for field in alike)].append(seconds)
         return found
 
     def means(self, *alike: str) -> list[list[float]]:
-        """Every unit takes the mean of those that are like it."""
+        """Returns seconds of every unit: the mean over units alike in these fields."""
         mean = {key: sum(seconds) / len(seconds) for key, seconds in self.alike(*alike).items()}
         return [
             [mean[tuple(getattr(unit, field) for field in alike)] for unit in order] for order in self.schedule.ranks
         ]
 
     def delayed(self) -> list[list[float]]:
-        """Every unit with its share of the engine's time, and the first one with its rank's late entry."""
+        """Returns units' seconds with their share of the engine's time, each rank's first with its late entry."""
         tracks = []
         for seconds, own, late in zip(self.units, self.own, self.late, strict=True):
             track = [each + own / len(seconds) for each in seconds]
@@ -112,7 +113,7 @@ class StepTimes:
         return tracks
 
     def each(self) -> list[tuple[Unit, float]]:
-        """Every unit with its seconds."""
+        """Returns every unit with its seconds."""
         ranks = zip(self.schedule.ranks, self.units, strict=True)
         return [pair for order, seconds in ranks for pair in zip(order, seconds, strict=True)]
 
@@ -147,12 +148,12 @@ def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
 
 
 def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
-    """The mean over ranks: what each cause adds to the makespan."""
+    """Returns the mean over ranks: each cause's share of the makespan."""
     return Idle(*(sum(values) / len(ranks) for values in zip(*map(astuple, ranks), strict=True)))
 
 
 def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
-    """One sentence: the step in which ranks share all work evenly and never wait, and what makes this one longer."""
+    """Returns a sentence: the step if ranks shared all work evenly and never waited, and the causes of a longer one."""
     mean = mean_idle(ranks)
     parts = {
         "the order": mean.schedule,
@@ -168,7 +169,7 @@ def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
 
 
 def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
-    """One sentence: the cause that makes the step longest, in numbers, and what to do about it."""
+    """Returns a sentence: the cause that makes the step longest, in numbers, and the remedy."""
     if not times.makespan > 0:
         return "the step took no time"
     mean = mean_idle(ranks)
@@ -195,8 +196,10 @@ def _of_order(times: StepTimes) -> str:
 
 
 def _of_stages(times: StepTimes) -> str:
-    """A move of layers is priced before it is named: by the step's own units, longer on one stage and shorter on
-    another, in the same order."""
+    """Returns advice for unequal stages, with a move of layers.
+
+    The move is priced first: by the step's own units, longer on one stage and shorter on another, in the same order.
+    """
     seconds = times.totals("stage")
     last = len(seconds) - 1
     slow, quick = seconds.index(max(seconds)), seconds.index(min(seconds))
@@ -225,9 +228,9 @@ def _of_stages(times: StepTimes) -> str:
 
 
 def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float | None:
-    """Seconds of one layer of the slow stage; None where its layers are not known.
+    """Returns seconds of one layer of the slow stage; None if its number of layers is unknown.
 
-    The last stage runs the loss beside its layers, which take as long as a layer of the other stages.
+    The last stage runs the loss beside its layers; its layers count as long as a layer of other stages.
     """
     if not times.layers or not times.layers[slow]:
         return None
@@ -238,7 +241,7 @@ def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float |
 
 
 def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) -> tuple[int, int, float]:
-    """How many layers of the slow stage are best moved to which stage, and what part of the step that saves."""
+    """Returns how many layers of the slow stage are best moved to which stage, and the saved share of the step."""
 
     def saved(number: int, stage: int) -> float:
         return _saved(times, seconds, {slow: -number * layer, stage: number * layer})
@@ -255,7 +258,7 @@ def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) 
 
 
 def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> float:
-    """Share of the step that is saved if stages take so many seconds more in all, each of their units alike."""
+    """Returns the saved share of the step if each stage takes ``more`` seconds in all, spread evenly over its units."""
     factors = {stage: 1 + more.get(stage, 0.0) / each if each > 0 else 1.0 for stage, each in enumerate(seconds)}
     durations = [
         [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]

@@ -44,10 +44,11 @@ class StageReport:
         peak_live_units, peak_live_tokens: measured.
         planned_live_units, planned_live_tokens: by the lowered program and the segment sizes, before anything runs.
         planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
-        activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
-            shape; None where it was not (compiled modules).
-        planned_activation_bytes: what the order holds of that step's mean bytes per token.
-        gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
+        activation_bytes: most bytes that the graphs of live units held at once, measured in the first step of the last
+            new shape; None if not measured (compiled modules).
+        planned_activation_bytes: bytes that the order holds, by the step's mean bytes per token.
+        gradient_bytes, planned_gradient_bytes: measured and planned bytes of layers' output gradients that I leaves to
+            W.
         deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
         fused_weights: elements of the weights to whose gradients the product adds itself, in W or in whole backwards;
             autograd sums the others, with a cast and an addition in each unit.
@@ -77,39 +78,40 @@ class StageReport:
 class Report:
     """One rank's last step. Times in seconds.
 
-    They are times of the host where stages lie on the CPU. On a GPU they are times of the GPU, by events on the stream
-    that computes: what is neither ``busy`` nor ``wait`` nor ``send`` nor ``tier`` is the time in which the GPU had all
-    that a unit needs and waited for the host to start it. Reading them waits for the step's end.
+    Times are the host's if stages lie on the CPU. On a GPU they come from events on the computing stream: time outside
+    of ``busy``, ``wait``, ``send`` and ``tier`` is time in which the GPU had all inputs of a unit and waited for the
+    host to start the unit. Reading these times waits for the step's end.
 
     Attributes:
-        start: of the step, on the machine's monotonic clock: of its first instruction, or when the GPU came to it.
+        start: start of the step's first instruction, on the machine's monotonic clock; on a GPU, when the GPU reached
+            it.
         seconds: the whole step, from its start to the end of the last instruction: busy + wait + send + the engine's
             own.
-        busy: in the units, parts of W in waits included.
-        wait: for messages, without what filled the waits.
-        send: for credits and copies.
-        tier: for what moves to the tier and back, in A and before the backwards that read it.
-        moved_bytes: sent to the tier, and brought back.
-        move_out_rate, move_in_rate: bytes per second of these transfers, without the time in which they waited; 0 if
-            nothing moved.
+        busy: time in the units, parts of W in waits included.
+        wait: time waiting for messages, without the units in waits.
+        send: time of credits and copies.
+        tier: time waiting for moves to the tier and back, in A and before backwards of moved units.
+        moved_bytes: bytes sent to the tier, and brought back.
+        move_out_rate, move_in_rate: bytes per second of these transfers, without their waiting time; 0 if nothing
+            moved.
         recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
-        bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
-        kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
-            times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
+        bubble: share of ``seconds`` in which the rank is not ``busy``; :class:`PipelineReport` has the share of all
+            ranks.
+        kv_bytes, grad_bytes: bytes of the slabs of keys and values, and of their gradients. Planned bytes are slots
+            times the bytes of the step's layers; held bytes include slabs of an earlier, longer step.
         receive_places: places of all incoming edges.
-        process_peak_bytes: the most resident memory of this process so far, in host memory.
-        timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
-        fills: the same of the parts of W that ran in waits, if the order fills them.
-        edges: edges from and to this rank.
-        logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
-        look_seconds: of the last look at this rank's stages by values, at the end of a first step and no part of its
-            ``seconds``; 0 if there was none.
-        clock: whose times these are, "host" or "device".
-        tokens: of all sequences of the step, on the rank of the first stage; 0 elsewhere.
-        device_peak_bytes, device_reserved_bytes: most that this process's tensors have held on its GPU so far, and what
-            torch's allocator has taken for them at most; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins
-            anew.
-        siblings: by segment, tokens of the leaves of a tree that share it, () where it is alone; () where all are.
+        process_peak_bytes: the most resident memory of the process so far, in host memory.
+        timeline: (unit, start, end) on the machine's monotonic clock. A W stands for the part that ran at its place.
+        fills: (unit, start, end) of the parts of W in waits, if the order fills them.
+        edges: edges from and to the rank.
+        logit_bytes: most bytes of logits in the rank's shard of the vocabulary at once, between S and T.
+        look_seconds: time of the last check of the rank's stages by values, at the end of a first step and no part of
+            ``seconds``; 0 without a check.
+        clock: owner of the times, "host" or "device".
+        tokens: tokens of all sequences of the step, on the rank of the first stage; 0 elsewhere.
+        device_peak_bytes, device_reserved_bytes: most bytes of the process's tensors on its GPU so far, and most bytes
+            taken by torch's allocator; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins anew.
+        siblings: by segment, tokens of the tree's leaves in it, () for a single leaf; () if all are single.
     """
 
     rank: int
@@ -160,33 +162,33 @@ class Report:
 
     @property
     def moved_units(self) -> int:
-        """Units whose saved activations were away for a while."""
+        """Number of units whose saved activations were away for a while."""
         return sum(unit.kind == "O" for unit, _, _ in self.timeline)
 
     @property
     def kept_units(self) -> int:
-        """Units that were neither recomputed nor moved."""
+        """Number of units that were neither recomputed nor moved."""
         forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
         return forwards - self.recomputed_units - self.moved_units
 
     @property
     def recomputed_units(self) -> int:
-        """Units that ran their stage a second time, before their backward."""
+        """Number of units that ran their stage a second time, before their backward."""
         return sum(unit.kind == "R" for unit, _, _ in self.timeline)
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """All ranks' last step. ``str(report)`` says why it is slow: :attr:`idle` as a table, and :attr:`advice`.
+    """All ranks' last step. ``str(report)`` says why the step is slow: :attr:`idle` as a table, and :attr:`advice`.
 
     Attributes:
         ranks: one :class:`Report` each.
         makespan: first start to last end over all ranks (ranks of several hosts: the longest rank).
         bubble: share of the ranks' time in ``makespan`` that is not busy.
-        simulated: the same order with this step's measured units and free messages: the least time in which the order
-            can run them. It is no prediction, for it takes its units from the step.
-        tuning: in words, what a tuned engine has tried and found, or how far it has come; else empty. Not saved.
-        is_tuned: whether the order was found that a tuned engine now keeps. Not saved.
+        simulated: the step's order with its measured units and free messages: the least time in which the order can run
+            these units. No prediction, because the units come from the step.
+        tuning: a tuned engine's tried and found orders, or its progress, in words; else empty. Not saved.
+        is_tuned: whether a tuned engine has found the order that it keeps. Not saved.
     """
 
     ranks: tuple[Report, ...]
@@ -203,7 +205,7 @@ class PipelineReport:
 
     @property
     def timeline_with_waits(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
-        """Per rank as :attr:`timeline`, with the parts of W that ran in waits, each before its unit's own place."""
+        """:attr:`timeline` per rank, with the parts of W in waits, each before its unit's own place."""
         return self._from_zero(sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
 
     def _from_zero(self, tracks: Iterable[Iterable[Any]]) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
@@ -214,8 +216,8 @@ class PipelineReport:
     def segment_seconds(self) -> tuple[float, ...]:
         """Busy seconds of each segment, over all its passes, stages and micro-batches.
 
-        If the step's segments were equally long, ``partition_sequence`` takes them as ``costs`` and cuts segments of
-        equal measured cost.
+        If the step's segments were equally long, ``partition_sequence`` takes these seconds as ``costs`` and cuts
+        segments of equal measured cost.
         """
         seconds = [0.0] * self.simulated.schedule.num_segments
         for rank in self.ranks:
@@ -225,13 +227,13 @@ class PipelineReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the step over its makespan; 0 in a report that an older version saved."""
+        """Tokens of the step over its makespan; 0 in a report saved by an older version."""
         return sum(rank.tokens for rank in self.ranks) / self.makespan
 
     def flops_utilization(self, model: ModelShape, peak: float) -> float:
-        """Model FLOP of the step over what the ranks could have computed in it (MFU).
+        """Returns the model FLOP of the step over the FLOP that the ranks could have computed in its time (MFU).
 
-        Counts three forwards of the model, attention with its causal mask, and nothing that recomputation runs again.
+        Counts three forwards of the model, with causal attention, and no recomputation.
 
         Args:
             peak: FLOP per second of one rank's device, in the dtype of the products.
@@ -250,11 +252,11 @@ class PipelineReport:
         return whole / (self.makespan * len(self.ranks) * peak)
 
     def scalars(self) -> dict[str, float]:
-        """Figures for a log, such as TensorBoard's or wandb's, by name.
+        """Returns figures for a log, such as TensorBoard's or wandb's, by name.
 
-        They are the seconds of the step, its tokens per second, the bubble, the share of the step that each cause of
-        idle time adds (``"idle/schedule"``), and over the ranks the most bytes of their processes, of their GPUs'
-        tensors and of live units' activations.
+        The figures are the step's seconds, tokens per second and bubble, each idle cause's share of the step
+        (``"idle/schedule"``), and the most bytes over the ranks of processes, of GPUs' tensors and of live units'
+        activations.
         """
         mean = mean_idle(self.idle)
         found = {"seconds": self.makespan, "tokens_per_second": self.tokens_per_second, "bubble": self.bubble}
@@ -268,12 +270,12 @@ class PipelineReport:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """Per rank, the seconds of the makespan in which it is not busy, split into causes."""
+        """Idle seconds of the makespan per rank, split into causes."""
         return idle_of_ranks(self._times)
 
     @property
     def advice(self) -> str:
-        """The main cause of idle time in numbers, and what to do about it, in one sentence."""
+        """The main cause of idle time in numbers, with a remedy, in one sentence."""
         return advice(self._times, self.idle)
 
     @cached_property
@@ -317,7 +319,7 @@ class PipelineReport:
         return f"{step}\n{table_text(rows)}{''.join(moves)}{ideal}{self.advice}{tuning}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.
+        """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints the file.
 
         A unit takes about 100 bytes.
         """
@@ -329,7 +331,7 @@ class PipelineReport:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PipelineReport:
-        """The last report of a file that :meth:`save` wrote.
+        """Reads the last report of a file written by :meth:`save`.
 
         Raises:
             ValueError: the file holds no report, or something else.
@@ -339,7 +341,7 @@ class PipelineReport:
 
     @classmethod
     def load_all(cls, path: str | os.PathLike[str]) -> Iterator[PipelineReport]:
-        """Every report of a file, in the order in which they were saved.
+        """Yields every report of a file, in the order of saving.
 
         Raises:
             ValueError: the file holds no report, or something else.
@@ -369,7 +371,7 @@ def _read_line(line: bytes) -> PipelineReport:
 
 
 def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Report | PipelineReport:
-    """Reports the last step of a runner; with ``gather`` (an all-gather of objects), that of all ranks."""
+    """Reports the last step of a runner; with ``gather`` (an all-gather of objects), all ranks' steps."""
     if runner.last_step is None:
         raise RuntimeError("there is nothing to report before the first step")
     own, tuner = _rank_report(runner, runner.last_step), runner.tuner
@@ -380,7 +382,6 @@ def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Repor
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
-    """Joins the reports of all ranks into one."""
     starts = [r.timeline[0][1] for r in ranks if r.timeline]
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)
@@ -481,7 +482,6 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
 
 
 def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
-    """A table of what the units of one stage hold; those of others hold nothing."""
     schedule = record.order.schedule
     held: list[Sequence[Any]] = []
     for index in range(schedule.num_stages):
@@ -491,8 +491,7 @@ def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence
 
 
 def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
-    """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
-    of one stage hold."""
+    """Returns the most bytes that the program lets a stage's units hold, of saved activations and output gradients."""
     memory = StepMemory(
         activations=_of_units(record, stage, measured.saved),
         kept_activations=_of_units(record, stage, measured.kept),

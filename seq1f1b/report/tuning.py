@@ -1,7 +1,7 @@
-"""Finds an engine's order while it trains: units are measured, orders simulated with their costs, the best ones tried.
+"""Finds an engine's order while it trains: measures units, simulates orders with their costs, and tries the best ones.
 
-The steps are ordinary training steps, under one order or another. All ranks take the same one: rank 0 decides, and
-before each step all compare how far they have come.
+The steps are ordinary training steps, under different orders. All ranks take equal orders: rank 0 decides, and before
+each step the ranks compare their progress.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MEMORY = 0.8  # share of what is free that an order may take beyond the first on
 
 
 class Choice(NamedTuple):
-    """An order, as rank 0 tells the others.
+    """An order, in the form in which rank 0 tells the other ranks.
 
     Attributes:
         family, options: of :func:`seq1f1b.build_schedule`.
         fills: whether W runs in waits.
-        balance: 0: segments are cut as the engine was told to; else tokens after which attention has taken as long as
-            all else of a token: segments are cut to equal time by it.
+        balance: 0: segments are cut by the engine's argument; else the number of tokens after which a token's attention
+            has taken as long as its other work: segments are cut to equal time by this number.
     """
 
     family: str
@@ -74,12 +74,12 @@ Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 
 
 class Tuner:
-    """The state of the search, the same on every rank.
+    """The state of the search, equal on every rank.
 
     Args:
-        first: the setting that the engine began with, a safe one.
+        first: the setting with which the engine began, a safe one.
         group: of the ranks.
-        report: this rank's report of the last step.
+        report: the rank's report of the last step.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Tuner:
 
     @property
     def text(self) -> str:
-        """The order that was found, in words; before, how far the search has come."""
+        """The found order, in words; before, the progress of the search."""
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on: nothing is tuned"
         steps = f"{self._stamp - self._started} of about {self._expected}"
@@ -112,7 +112,7 @@ class Tuner:
 
     @property
     def has_found(self) -> bool:
-        """Whether steps run the order that was found."""
+        """Whether steps run the found order."""
         return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
 
     def _begin(self) -> Walk:
@@ -124,11 +124,11 @@ class Tuner:
         return walk
 
     def next(self, record: StepRecord | None, length: int) -> Setting:
-        """The setting of the next training step. Collective.
+        """Returns the setting of the next training step. Collective.
 
         Args:
-            record: of the last one; None: this rank has none, or it failed.
-            length: tokens of the next one; 0: this rank does not know.
+            record: of the last step; None: the rank has none, or the step failed.
+            length: tokens of the next step; 0: the rank does not know.
         """
         if torch.are_deterministic_algorithms_enabled():
             return self.first
@@ -145,7 +145,7 @@ class Tuner:
         return self._ran
 
     def evaluate(self, length: int) -> Setting:
-        """The setting of an evaluation of so many tokens: that of the last training step where it can cut them."""
+        """Returns the setting of an evaluation of ``length`` tokens: the last training step's, if it can cut them."""
         if torch.are_deterministic_algorithms_enabled():
             return self.first
         return self._fitting(self._ran, length)
@@ -154,7 +154,6 @@ class Tuner:
         return setting if length >= setting.options.num_segments else self.first
 
     def _advance(self, measured: list[Figures]) -> None:
-        """Goes on with what a step measured, if it was as long as those before."""
         length = measured[0][0]
         is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
         self._others = 0 if is_alike else self._others + 1
@@ -165,7 +164,7 @@ class Tuner:
             self._take(self._walk.send(measured))
 
     def found(self) -> TunedOrder:
-        """The order that is kept. Raises RuntimeError before."""
+        """Returns the found order. Raises RuntimeError before one is found."""
         if self._kept is None:
             raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text}; train on")
         length, setting = self._kept
@@ -267,7 +266,6 @@ class Tuner:
             yield best
 
     def _probes(self, length: int) -> Iterator[Choice]:
-        """Orders whose units are measured: whole backwards and split ones, with two lengths of segments."""
         first = self.first.options.num_segments
         fewer = max(2, first) if length >= 2 * SHORTEST else 1
         families = ["seq1f1b", "seq-zb-h1"] if self._stages_per_rank == 1 else ["seq1f1b-interleaved"]
@@ -282,7 +280,7 @@ class Tuner:
     def _candidates(
         self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
     ) -> list[Choice]:
-        """The orders that are shortest when simulated with the costs of measured units, the best one first."""
+        """Returns the shortest orders by a simulation with the costs of measured units, the best one first."""
         _, measured = steps[-1]
         of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes of a live one
         first, found = self.first, list[tuple[float, Choice]]()
@@ -306,7 +304,6 @@ class Tuner:
         return [choice for _, choice in found[:TRIED]]
 
     def _named(self, length: int, units: MeasuredUnits, most: int) -> Iterator[Choice]:
-        """Orders of named families, of every number of segments."""
         most = max(1, min(length // SHORTEST, 4 * most))
         own = self.first.options.segment_sizes is not None
         names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * units.splits
@@ -320,7 +317,6 @@ class Tuner:
                         yield Choice(name, {}, k, True, balance)
 
     def _found(self, length: int, k: int, balance: float, units: MeasuredUnits) -> Iterator[Choice]:
-        """Orders of ``auto`` for the measured costs."""
         first, v = self.first, self._stages_per_rank
         if 3 * first.schedule.num_stages * first.schedule.num_microbatches * k > MOST_UNITS:
             return
@@ -343,7 +339,7 @@ class Tuner:
 
 
 def equal_time(choice: Choice) -> Callable[[int], list[int]]:
-    """Cuts a sequence of any length into segments that take equal time, by the balance of a choice."""
+    """Returns a function that cuts a sequence of any length into segments of equal time, by the choice's balance."""
 
     def cut(length: int) -> list[int]:
         pieces = min(length, 1024)
@@ -354,7 +350,7 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
 
 
 def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
-    """Seconds of this rank's units by pass, stage and segment, the median of the micro-batches."""
+    """Returns seconds of the rank's units by pass, stage and segment, the median of the micro-batches."""
     alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for (kind, stage, _, segment), seconds in unit_seconds(report).items():
         alike[kind, stage, segment].append(seconds)
@@ -362,7 +358,7 @@ def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
 
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:
-    """Seconds of units of any length, and the most segments that were measured."""
+    """Returns seconds of units of any length, and the most segments that were measured."""
     found, most = [], 0
     for setting, measured in steps:
         spans = spans_of(setting.options.sizes_of(measured[0][0]))

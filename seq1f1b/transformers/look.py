@@ -77,7 +77,7 @@ class Record:
     def make_mask(
         self, shape: tuple[int, ...], window: int | None, chunk: int | None, dtype: Any, device: Any
     ) -> Tensor:
-        """In place of a mask that the model asks for, a tensor that is known again where it arrives."""
+        """Makes a tensor in place of a mask, which the record knows again where it arrives."""
         mask = torch.zeros(shape, dtype=dtype, device=device)
         self.masks.append((mask, Mask(window, chunk)))
         return mask
@@ -114,7 +114,7 @@ _UNKNOWN = math.nan  # a layer's other outputs: unlike itself, so that a layer t
 
 
 class Probe(nn.Module):
-    """In the place of a layer: notes what it is given, and returns hidden states of another direction."""
+    """Takes a layer's place: notes its arguments, and returns hidden states of another direction."""
 
     def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
 
 @dataclass
 class AttentionLook:
-    """In the place of an attention's layer index, while it is looked at what the layer asks for."""
+    """Takes the place of an attention's layer index while a look finds out which attention the layer asks for."""
 
     index: int
     record: Record

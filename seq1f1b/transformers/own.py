@@ -49,7 +49,7 @@ class _Own(nn.Module):
 
 
 class _Core(_Own):
-    """For a module that leaves scores and their sum to a method ``_attn``."""
+    """Serves modules that leave scores and their sum to a method ``_attn``."""
 
     def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         dropout = self.attn_dropout if hasattr(self, "attn_dropout") else self.attention_dropout

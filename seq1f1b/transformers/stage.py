@@ -93,7 +93,7 @@ class CausalLMStage(nn.Module):
         return self.causal_lm.generation_config
 
     def of_whole(self, model: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
-        """For ``engine.verify(model=)``: the model without adapters' wrapper, and a call that takes what stages do."""
+        """The model without adapters' wrapper, and a call with a stage's arguments, for ``engine.verify(model=)``."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def logits(tokens: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def check_says_nothing(given: Mapping[str, Any]) -> None:
 
 
 class Hidden(nn.Module):
-    """In the place of a head whose rows lie on all ranks."""
+    """Takes the place of a head whose rows lie on all ranks."""
 
     hidden: Tensor | None = None
 
@@ -318,7 +318,7 @@ class Message:
 
 
 class Entry(nn.Module):
-    """In the place of the layer before a stage's first one: gives layers what came from the stage before."""
+    """Takes the place of the layer before a stage's first one: gives layers the message of the stage before."""
 
     given: Sequence[Tensor] = ()
 
@@ -328,12 +328,12 @@ class Entry(nn.Module):
 
     @property
     def embedded(self) -> Tensor:
-        """In place of it, hidden states, which have its shape."""
+        """The embedding's result, or hidden states, which have the same shape."""
         return self.given[len(self.given) - self.message.others if self.message.embedded else 0]
 
     @property
     def per_layer(self) -> Tensor:
-        """With nothing for layers of earlier stages."""
+        """The inputs of all layers; those of earlier stages are zeros."""
         return F.pad(self.given[-1 - 2 * len(self.message.shared)], (0, 0, self.message.first, 0))
 
     def forward(self, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ class Entry(nn.Module):
 
 
 class Exit(nn.Module):
-    """In the place of the layer after a stage's last one: takes what goes to the next stage."""
+    """Takes the place of the layer after a stage's last one: collects the message to the next stage."""
 
     hidden: Any = None
     embedded: Any = None

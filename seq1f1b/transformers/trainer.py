@@ -171,7 +171,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Around the model: stages draw numbers of their own, so that those of the data stay alike on all ranks."""
+        """Gives the stage random numbers of its own in the block, so that the data's stay alike on all ranks."""
         of_data = generator_states(self.args.device)
         set_generator_states(self.args.device, tuple(self._random_states))
         try:
@@ -311,7 +311,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     @_not_alone
     def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **named: Any) -> Any:
-        """As the plain one. ``True`` resumes from the newest checkpoint that all ranks have finished.
+        """Trains as the plain Trainer does. ``True`` resumes from the newest checkpoint that all ranks have finished.
 
         Raises:
             ValueError: the checkpoint lacks the optimizer and schedule of this trainer, as one of the plain Trainer.
@@ -353,7 +353,7 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _become_one_process(args: transformers.TrainingArguments) -> None:
-    """To accelerate and the Trainer all pipelines are one process, so that each rank reads whole batches and nothing is
+    """Tells accelerate and the Trainer that there is one process: each rank reads whole batches, and nothing is
     wrapped, scaled or gathered. Ranks keep their index, by which the first one alone prints and saves."""
     device = args.device  # sets up the state, and in a run of several processes the process group
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():

@@ -47,7 +47,7 @@ def _in_front(own: Any, kind: Any) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """By the library's class, which can be found by its name."""
+    """Pickles a module by the library's class, which unpickling finds by its name."""
     return _new, type(self).__bases__, self.__dict__
 
 

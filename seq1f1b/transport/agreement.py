@@ -1,4 +1,4 @@
-"""Arguments that all ranks of a pipeline must be given alike, and the error that names those that differ."""
+"""Arguments that all ranks of a pipeline must give alike, and the error that names different ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__: list[str] = []
 
 
 class Disagreement(ValueError):
-    """The ranks of a pipeline were given different arguments. Every rank raises the same."""
+    """The ranks of a pipeline were given different arguments. Every rank raises this error."""
 
 
 def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Raises :class:`Disagreement`, which names the first argument that differs, unless all ranks gave the same."""
+    """Raises :class:`Disagreement`, which names the first different argument, unless all ranks' arguments are equal."""
     for name in everyones[0]:
         ranks: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyones):
@@ -27,13 +27,13 @@ def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
 
 
 class Agreement:
-    """Compares what the ranks of a pipeline were given: once, but again after a failure.
+    """Compares the arguments of a pipeline's ranks: once, and again after a failure.
 
     Args:
         group: of the ranks.
-        own: what this one was given, by name: what is compared, and how an error shows it.
-        beside: what it tells the others, too.
-        check_beside: raises unless what all ranks told fits together.
+        own: the rank's arguments, by name: a value to compare, and a text for errors.
+        beside: a further value for other ranks.
+        check_beside: raises unless the further values of all ranks fit together.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Agreement:
         self.checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
 
     def check(self) -> None:
-        """Raises, on every rank, unless all were given the same. Collective."""
+        """Raises, on every rank, unless all ranks' arguments are equal. Collective."""
         if self.checked_in != self._group.epoch:
             found = self._group.all_gather_object((self._own, self._beside))
             check_agreement([own for own, _ in found])

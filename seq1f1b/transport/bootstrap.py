@@ -1,4 +1,4 @@
-"""From a torch process group to a pipeline: who can meet whom, and what each edge goes over."""
+"""Makes a pipeline from a torch process group: finds ranks that can share memory, and the transport of each edge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import address_space
-from seq1f1b.transport.group import ARENA_BYTES, RankGroup
+from seq1f1b.transport.edges import ARENA_BYTES
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.handshake import Handshake, share_on_host
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.meeting import Meeting
@@ -31,12 +32,12 @@ def connect(
     Args:
         process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
             parameters only, unless c10d carries edges.
-        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
-            "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
-        arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
+        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge within a host;
+            "nccl" and "copy" (:mod:`seq1f1b.device.edges`) use the transports of "auto". Equal on all ranks.
+        arrival_timeout: seconds for all ranks to come. timeout: for each later part.
         meeting: of :func:`meeting_of`, if the caller has one.
     Raises:
-        ValueError: the ranks ask for what cannot be; on every rank.
+        ValueError: the transport is impossible here; on every rank.
         PipelineError: another rank failed, or did not come.
     """
     if meeting is None and (meeting := meeting_of(process_group)) is None:
@@ -108,9 +109,9 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
 
 
 def meeting_of(group: Any) -> Meeting | None:
-    """The meeting of an engine's ``group=``, None where this rank has no other processes to meet.
+    """Returns the meeting of an engine's ``group=``; None if the rank has no other processes to meet.
 
-    Raises ValueError if this process is not in the group.
+    Raises ValueError if the process is not in the group.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD

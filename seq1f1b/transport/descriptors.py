@@ -1,6 +1,6 @@
 """File descriptors that an interrupt cannot lose.
 
-A signal handler may raise at any line of the main thread: also between the call that opens a descriptor and the line
+A signal handler may raise at any line of the main thread, even between the call that opens a descriptor and the line
 that would keep its number.
 """
 
@@ -27,7 +27,7 @@ _LEAST_BYTES = 1 << 26  # that an edge is made of
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, an interrupt (SIGINT) is noted, and comes at the end. For what does not wait."""
+    """Holds back an interrupt (SIGINT) until the block ends. For code without waits."""
     if threading.current_thread() is not threading.main_thread():  # interrupts come to that one alone
         yield
         return
@@ -42,10 +42,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Descriptor:
-    """An open file descriptor; closed with the last reference.
+    """An open file descriptor, closed with the last reference.
 
     Args:
-        open_one: returns its number, at once.
+        open_one: opens the descriptor, and returns its number without further work.
     """
 
     def __init__(self, open_one: Callable[[], int]) -> None:
@@ -55,7 +55,7 @@ class Descriptor:
 
 
 def memory(size: int) -> Descriptor:
-    """Anonymous shared memory: no name in the file system, and gone with its last user.
+    """Returns anonymous shared memory: without a name in the file system, and gone with its last user.
 
     Sealed against shrinking, which would turn a peer's read into SIGBUS.
     """
@@ -75,16 +75,15 @@ def mapping(descriptor: Descriptor, size: int) -> object:
 
 
 def address_space(most: int) -> int:
-    """Bytes that one edge may reserve: a sixteenth of what this process may (``ulimit -v``), ``most`` at most."""
+    """Returns bytes that one edge may reserve: a sixteenth of the process's limit (``ulimit -v``), at most ``most``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return most if limit == resource.RLIM_INFINITY else min(most, max(limit // 16, _LEAST_BYTES))
 
 
 def edge_memory(most: int) -> tuple[Descriptor, object, int]:
-    """Memory of an edge, its mapping and its size: ``most``, or what there is address space for.
+    """Returns the memory of an edge, its mapping and its size: ``most`` bytes, or fewer if address space is short.
 
-    A process may have little of that without any limit of its own, on a kernel of 39-bit addresses or beside many
-    engines.
+    Address space may be short without a limit of the process: on a kernel of 39-bit addresses, or beside many engines.
     """
     size = address_space(most)
     while True:
@@ -103,7 +102,7 @@ def edge_memory(most: int) -> tuple[Descriptor, object, int]:
 
 
 def private_mapping(size: int) -> object:
-    """Memory that no other process has."""
+    """Returns memory that no other process has."""
     return mapping(memory(size), size)
 
 
@@ -116,7 +115,7 @@ def accept(listener: socket.socket) -> socket.socket:
 
 
 def receive(connection: socket.socket, size: int) -> tuple[bytes, Descriptor]:
-    """Up to so many bytes, and the descriptor that came with them. Raises OSError if none comes."""
+    """Returns up to ``size`` bytes, and the descriptor that came with them. Raises OSError without a descriptor."""
     _wait_for_data(connection)
     with uninterrupted():
         data, numbers, _, _ = socket.recv_fds(connection, size, 1)

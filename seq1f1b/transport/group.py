@@ -1,4 +1,4 @@
-"""One rank's membership in a pipeline, whatever lies behind its edges, and the memory that edges are made of."""
+"""One rank's membership in a pipeline, whatever lies behind its edges."""
 
 from __future__ import annotations
 
@@ -7,139 +7,25 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.values import pack, sendable, unpack
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.failure import Failure, error_of, mark_as_told
+from seq1f1b.transport.values import pack, unpack
 
-ARENA_BYTES = _C.ARENA_BYTES
-"""Address space of one edge; memory appears as it is touched."""
-
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
-"""The position of a type is its code in C."""
-
-
-class Transport(NamedTuple):
-    over: tuple[str, ...]  # what may carry the edge, or its headers if payloads stay on GPUs, by ``transport_to``
-    between_gpus: bool = False
-
-
-TRANSPORTS = {
-    "auto": Transport(("loopback", "shm", "c10d")),  # the first of these that can be
-    "shm": Transport(("loopback", "shm")),
-    "c10d": Transport(("loopback", "c10d")),
-    "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
-    "copy": Transport(("loopback", "shm"), between_gpus=True),  # GPUs of one host
-}
-
-_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
-    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
-
-    Args:
-        gpu: on which the memory is; -1: host memory.
-    """
-    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """Tensors and others that hold the storage, without the object given."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1
-
-
-def leave_place(views: Sequence[Tensor | None]) -> bool:
-    """Tensors over a place that will hold the next message get a copy, where somebody holds them beside the place.
-
-    Such are what a hook has kept, and a state that is a view of what the stage received. The copy takes the place of
-    their memory, so they, their views and graphs that saved them stay valid.
-
-    Args:
-        views: those that the place keeps of its message; None for a gradient that is none.
-    Returns:
-        Whether any has been copied: then the views are not over the place any more.
-    """
-    found = False
-    for view in views:
-        if view is None or not (storage := view.untyped_storage()).nbytes():
-            continue
-        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
-            continue
-        found = True
-        if _SWAPS:
-            copy = storage.clone()  # type: ignore[no-untyped-call] # torch's has no types
-            storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
-        elif storage.device.type == "cpu":  # torch before 2.12: each copy has a file descriptor
-            storage.share_memory_()
-        else:
-            raise RuntimeError(
-                "the stage, or a hook, keeps a tensor that came from another stage, and the next message would "
-                "overwrite it: keep a clone, or use torch 2.12 or later"
-            )
-    return found
-
-
-@sendable
-class Edge(NamedTuple):
-    """A directed edge between two stages; there may be one of each channel (``csrc/core/unit.h``)."""
-
-    source: int
-    destination: int
-    channel: int = 0
-
-
-def error_of(rank: int, text: str) -> _C.PipelineError:
-    """An error for which a rank is to blame."""
-    error = _C.PipelineError(text)
-    error.rank = rank
-    return error
-
-
-class Failure(NamedTuple):
-    """Why a step ended, or would not begin.
-
-    Attributes:
-        rank: that is to blame; -1: nobody knows.
-        unit, edge: "" where unknown.
-        step: the first that it ends.
-    """
-
-    rank: int
-    text: str
-    unit: str
-    edge: str
-    step: int
-
-    def error(self) -> _C.PipelineError:
-        found = error_of(self.rank, f"rank {self.rank} ended the step: {self.text}")
-        found.unit, found.edge = self.unit or None, self.edge or None
-        return found
-
-
-_TOLD = "_seq1f1b_told"  # an error that came out of a call of the engine, which the other ranks hear of by that call
-
-
-def has_been_told(error: BaseException | None) -> bool:
-    """Whether an error came out of a call of the engine, or was raised while such a one was handled."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if hasattr(error, _TOLD):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
+__all__: list[str] = []
 
 
 class OfOneProcess:
-    """Base of what is bound to this process and to its place among the ranks, which a copy would not have."""
+    """Base of objects bound to the process and to its place among the ranks, which a copy would not have."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError for whoever copies or pickles it."""
+        """Raises TypeError on a copy or pickle."""
         raise TypeError(
             f"a {type(self).__name__} is bound to its process and its place among the ranks, so it is neither copied "
             "nor pickled: copy engine.stages or their state_dict(), and make a PipelineEngine in each process"
@@ -149,11 +35,11 @@ class OfOneProcess:
 class RankGroup(OfOneProcess, ABC):
     """One rank's membership in a pipeline: progress, failures, edges and small collectives.
 
-    Every rank counts its steps, also those that end before they begin, and the ranks pair by this count. A step that
+    Every rank counts its steps, also steps that end before they begin, and the ranks pair by this count. A step that
     fails on one rank ends on all: everyone gets one :class:`PipelineError`. A rank that is still in the step before
-    leaves that one well first; a rank that has left the failed one well hears in its next step, which then ends on all
-    ranks. The next :meth:`begin_step` waits until all ranks have come to that same step, then goes on. It ends with
-    an error, at once, where another rank has left that step by an error.
+    finishes that step first; a rank that has left the failed step well hears in its next step, which then ends on all
+    ranks. The next :meth:`begin_step` waits until all ranks have come to the same step, then goes on. It ends with an
+    error, at once, if another rank has left this step by an error.
     """
 
     is_thread = False  # True: the ranks are threads of one process
@@ -192,7 +78,7 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_set_limits(self.group, timeout_s, spin_us)
 
     def fail(self, text: str) -> None:
-        """Ends this rank's step on every rank, in this rank's name; between two steps, the next one.
+        """Ends the rank's step on every rank, in the rank's name; between two steps, the next step.
 
         The first failure wins.
         """
@@ -200,7 +86,7 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_fail(self.group, self.rank, text, "", "", 0)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
-        """Ends the step on every rank: another one is gone. Returns the text."""
+        """Ends the step on every rank because another rank is gone. Returns the text."""
         what, age, _ = _C.group_get_progress(self.group, rank)
         edge = edge or self._edge_texts.get(rank, "set-up")
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
@@ -217,17 +103,17 @@ class RankGroup(OfOneProcess, ABC):
             raise self._failure(rank, f"rank {rank} {since} (waiting for {waiting_for})")
 
     def _failure(self, rank: int, text: str) -> _C.PipelineError:
-        """Ends the step on every rank. The error is this one also where an earlier failure stands."""
+        """Ends the step on every rank. Returns this error even if an earlier failure stands."""
         _C.group_fail(self.group, rank, text, "", "", 0)
         return error_of(rank, text)
 
     def check(self) -> None:
-        """Raises PipelineError once a failure ends the step that this rank is in, or enters next."""
+        """Raises PipelineError once a failure ends the step that the rank is in, or enters next."""
         _C.group_check(self.group)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a failure stands, which ends the step that this rank is in or enters next."""
+        """Returns whether a failure ends the step that the rank is in or enters next."""
         return _C.group_failure(self.group) is not None
 
     # -- steps
@@ -236,7 +122,7 @@ class RankGroup(OfOneProcess, ABC):
         """Comes to the next step, which counts from here on, however it ends.
 
         Raises:
-            PipelineError: another rank failed since this one left its last step; or a rank is gone.
+            PipelineError: another rank failed since the rank left its last step; or a rank is gone.
         """
         self.step += 1
         self._has_entered = True
@@ -246,12 +132,12 @@ class RankGroup(OfOneProcess, ABC):
             _C.group_check(self.group)
 
     def begin_step(self, training: bool = True) -> int:
-        """Begins the step that this rank has come to, or comes to the next one. Returns its number.
+        """Begins the step that the rank has come to, or comes to the next one. Returns its number.
 
-        After a failed step it waits until all ranks have come to this one.
+        After a failed step waits until all ranks have come to this step.
 
         Args:
-            training: whether it trains; all ranks agree on that too, unless they err.
+            training: whether the step trains; equal on all ranks, unless they err.
         Raises:
             PipelineError: as of :meth:`enter`; or another rank has left this step by an error.
         """
@@ -264,10 +150,10 @@ class RankGroup(OfOneProcess, ABC):
         return self.step
 
     def finish_units(self, last_rank: int) -> None:
-        """Ends the units of a training step where those of that rank, on which backwards end, have ended as well.
+        """Ends the units of a training step once those of ``last_rank``, on which backwards end, have ended as well.
 
-        So nobody leaves a step well, and updates its weights, in whose last backwards that rank fails. It costs
-        nothing: that rank is also the first one that the next step needs.
+        So no rank leaves a step well, and updates its weights, if the last backwards fail. The wait costs nothing: the
+        next step needs ``last_rank`` first, too.
         """
         _C.group_finish_step(self.group, last_rank, self._hangup_fds()[last_rank])
 
@@ -275,7 +161,7 @@ class RankGroup(OfOneProcess, ABC):
         """Leaves a step. Does not wait for the others.
 
         Args:
-            failed: by an error: this rank's own, if :meth:`fail` has told it, or one that it has heard.
+            failed: by an error: the rank's own, told by :meth:`fail`, or one it has heard of.
         """
         if failed:
             self._leave()
@@ -285,7 +171,7 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_progress(self.group, f"code after step {self.step}")
 
     def _leave(self) -> Failure:
-        """Tells those who wait to meet this rank in this step, or one before, that it will not come."""
+        """Tells ranks waiting to meet the rank in this step, or an earlier one, that it will not come."""
         standing = _C.group_failure(self.group)
         failure = self._met_failure or (Failure(*standing) if standing is not None else None)
         if self._own_text or failure is None:
@@ -300,11 +186,11 @@ class RankGroup(OfOneProcess, ABC):
         return failure
 
     def _tell(self) -> None:
-        """Returns once the others can hear of the failure that stands, whatever this rank does next."""
+        """Returns once the other ranks can hear of the standing failure, whatever the rank does next."""
         return
 
     def give_up(self, reason: str) -> None:
-        """Fails in place of this rank's next step; the other ranks' ends with this reason."""
+        """Fails in place of the rank's next step; the other ranks' step ends with this reason."""
         self.step += 1
         self._first_step = self.step
         _C.group_enter(self.group, self.step)
@@ -313,10 +199,10 @@ class RankGroup(OfOneProcess, ABC):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Around a collective between two steps: an error of this rank ends what the others wait for.
+        """Surrounds a collective between two steps: an error of the rank ends the others' waiting.
 
-        All ranks come to the same next step afterwards, and meet there. Until then each collective ends at once: ranks
-        left the failed step after different numbers of exchanges.
+        All ranks then come to the same next step, and meet there. Until then each collective ends at once, because
+        ranks left the failed step after different numbers of exchanges.
         """
         if self._acknowledged:
             raise _C.PipelineError(
@@ -330,14 +216,14 @@ class RankGroup(OfOneProcess, ABC):
                 self._own_text = ""
             self._acknowledged = True
             self._tell()
-            self.mark(error)
+            mark_as_told(error)
             raise
 
     @contextmanager
     def as_one(self, steps: int) -> Iterator[None]:
-        """Around at most so many steps that are one call: all ranks leave it as if it had been so many.
+        """Surrounds at most ``steps`` steps that form one call: all ranks leave the call as if it had been so many.
 
-        So ranks that leave it by an error in different ones come to the same step afterwards.
+        So ranks that leave the call by errors in different steps come to the same step afterwards.
         """
         last = self.step + steps
         self._first_step, self._is_several = self.step + 1, True
@@ -349,7 +235,7 @@ class RankGroup(OfOneProcess, ABC):
             if not isinstance(error, _C.PipelineError):
                 self.fail(f"{type(error).__name__}: {error}")
             self.fail_step(last)
-            self.mark(error)
+            mark_as_told(error)
             raise
         finally:
             self._is_several = False
@@ -358,21 +244,15 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_enter(self.group, last + 1)
 
     def fail_step(self, step: int) -> None:
-        """Leaves a step by an error, in which this rank may be, or which it may not have come to."""
+        """Leaves a step by an error; the rank may be in this step, or not have come to it."""
         self.step = step
         self.end_step(failed=True)
 
-    @staticmethod
-    def mark(error: BaseException) -> None:
-        """Notes that the other ranks hear of an error: see :func:`has_been_told`."""
-        with suppress(Exception):  # a type of error that takes no attributes
-            setattr(error, _TOLD, True)
-
     def _recover(self) -> None:
-        """All ranks have left the failed step once they meet here; nobody begins a new one before it is forgotten.
+        """Waits until all ranks have left the failed step; forgets the failure before any rank begins a new step.
 
-        A rank that has left this step by an error, or has come to a later one, cannot be met: then this step ends with
-        an error here, too, until all come to the same one.
+        A rank that has left this step by an error, or has come to a later step, cannot be met: then this step ends with
+        an error here, too, until all ranks come to the same step.
         """
         self.epoch, self._round = self.step, 0
         try:
@@ -391,7 +271,7 @@ class RankGroup(OfOneProcess, ABC):
             _C.group_clear(self.group)
 
     def _will_not_meet(self, failure: Failure) -> _C.PipelineError:
-        """The error of a rank that cannot meet all ranks in this step, as one of them has passed it."""
+        """Returns the error of a rank that cannot meet all ranks in this step, because a rank has passed the step."""
         if not failure.text:
             failure = failure._replace(text=f"it has come to a later step, this rank is in step {self.step}")
         self._met_failure = failure._replace(step=self.step)
@@ -438,12 +318,12 @@ class RankGroup(OfOneProcess, ABC):
     def exchange(
         self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
     ) -> dict[int, Tensor]:
-        """Tensors of a few ranks, by rank, this rank's own among them. Called by all of these, in one order.
+        """Returns tensors of a few ranks, by rank, with the rank's own. All these ranks call it, in one order.
 
         Args:
             mine: sent to the receivers; None: nothing is sent.
-            senders: other ranks that send, each a tensor of the shape of ``like``, a parameter, in the dtype of its
-                gradients; or in its own, where it is not one.
+            senders: other ranks that send, each a tensor in the shape of ``like``: for a parameter in the dtype of its
+                gradients, else in the dtype of ``like``.
         """
         found = {} if mine is None else {self.rank: mine.contiguous()}
         dtype = like.grad_dtype or like.dtype
@@ -465,10 +345,10 @@ class RankGroup(OfOneProcess, ABC):
     # -- edges
 
     def edge_end(self, edge: tuple[int, ...], peer_rank: int, is_receiver: bool, text: str) -> object:
-        """This rank's end of a directed edge. All ranks open their edges in one order that they agree on.
+        """Returns the rank's end of a directed edge. All ranks open their edges in one agreed order.
 
         Args:
-            edge: its source stage and destination stage, and its channel if that is not 0.
+            edge: its source stage and destination stage, and its channel if not 0.
             text: names the edge in errors: "activations of stage 0 to 1".
         """
         key = Edge(*edge)
@@ -482,36 +362,19 @@ class RankGroup(OfOneProcess, ABC):
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object: ...
 
     def begin(self) -> None:
-        """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
+        """Waits until all ranks have opened their edges. Collective. Raises PipelineError on all if a rank failed."""
         self.barrier()
 
     def peer_of(self, edge: Edge) -> int:
-        """The rank at the other end of an edge of this rank."""
+        """Returns the rank at the other end of an edge."""
         return self._peers[edge]
 
     @abstractmethod
     def transport_to(self, peer_rank: int) -> str:
-        """Name of what carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
-
-    @staticmethod
-    def place_views(
-        end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
-    ) -> tuple[list[Tensor | None], list[bool]]:
-        """Tensors over a message that has come, and which of them require grad; None for a gradient that is none.
-
-        Args:
-            payload: address of the message's payload.
-            tensors: (dtype code, flags, sizes, offset in the payload) of each.
-            gpu: on which the payload is; -1: host memory.
-        """
-        views = [
-            None if flags & _C.TENSOR_NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
-            for dtype, flags, sizes, offset in tensors
-        ]
-        return views, [bool(flags & _C.TENSOR_REQUIRES_GRAD) for _, flags, _, _ in tensors]
+        """Returns the name of the transport to a neighbour: "loopback", "shm" or "c10d"."""
 
     def leave(self) -> None:
-        """Closes the group of an engine that was dropped without ``close``, soon."""
+        """Closes soon the group of an engine that was dropped without ``close``."""
         return
 
     def close(self) -> None:

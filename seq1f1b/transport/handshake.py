@@ -1,4 +1,4 @@
-"""How processes of one host find and check each other."""
+"""Lets processes of one host find and check each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def receive_all(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises OSError if they do not come."""
+    """Returns ``size`` bytes. Raises OSError if they do not come."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -33,11 +33,11 @@ def receive_all(connection: socket.socket, size: int) -> bytes:
 
 
 class Handshake:
-    """Connects a rank with others of its host over abstract Unix sockets, which have no name in the file system.
+    """Connects a rank with other ranks of its host over abstract Unix sockets, which have no name in the file system.
 
-    Such a name exists in one network namespace only, so whom a rank cannot :meth:`dial` is on another host, or behind
-    what keeps containers apart. The names are visible to every user of the host, so either side checks the other's user
-    id and a random 128-bit token that travelled through the process group.
+    Such a name exists in one network namespace only, so a rank that cannot be reached by :meth:`dial` is on another
+    host, or in another container. The names are visible to every user of the host, so either side checks the other's
+    user id and a random 128-bit token that travelled through the process group.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class Handshake:
         self._met: dict[int, socket.socket] = {}
 
     def dial(self, names: Sequence[str], tokens: Sequence[bytes]) -> dict[int, str]:
-        """Greets all lower ranks. Returns whom it cannot meet, and why."""
+        """Greets all lower ranks. Returns the ranks out of reach, with the reason."""
         unmet = {}
         for peer in range(self.rank):
             try:
@@ -62,7 +62,7 @@ class Handshake:
         return unmet
 
     def accept(self, dialled_by: set[int], tokens: Sequence[bytes]) -> dict[int, socket.socket]:
-        """One connection per rank of the host, once both sides have checked the other.
+        """Returns one connection per rank of the host, once both sides have checked each other.
 
         Args:
             dialled_by: higher ranks that dialled this one.
@@ -87,7 +87,7 @@ class Handshake:
         return met
 
     def close(self) -> None:
-        """Closes what :meth:`accept` has not given away."""
+        """Closes the connections that :meth:`accept` has not given away."""
         for each in (self._listener, *self._met.values()):
             each.close()
 
@@ -104,7 +104,7 @@ class Handshake:
         return connection
 
     def _greeted_by(self, connection: socket.socket, expected: set[int]) -> int | None:
-        """The rank behind a connection; None where it is a stranger, who learns nothing and delays little."""
+        """Returns the rank behind a connection; None for a stranger, who learns nothing and delays little."""
         if _peer_uid(connection) != os.getuid():
             return None
         connection.settimeout(5.0)
@@ -117,7 +117,7 @@ class Handshake:
 
 
 def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:
-    """Memory of all ranks of a host, which the first of them makes. Each has a connection to each."""
+    """Returns memory of all ranks of a host, made by the lowest of them. Every two ranks have a connection."""
     first = min([rank, *connections])
     if rank == first:
         made = memory(size)

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, private_mapping
-from seq1f1b.transport.group import ARENA_BYTES, Edge, OfOneProcess, RankGroup
+from seq1f1b.transport.edges import ARENA_BYTES, Edge
+from seq1f1b.transport.group import OfOneProcess, RankGroup
 
 
 class LoopbackGroup(OfOneProcess):
-    """A pipeline whose ranks are threads of this process: ``LoopbackGroup(P)[rank]`` is one rank's group.
+    """A pipeline whose ranks are threads of the process: ``LoopbackGroup(P)[rank]`` is one rank's group.
 
     For tests, and for looking at a schedule without launching anything.
 
     Args:
-        arena_bytes: address space of one edge at most; less is reserved where it is limited.
+        arena_bytes: address space of one edge at most; less is reserved if it is limited.
     """
 
     def __init__(self, size: int, *, arena_bytes: int = ARENA_BYTES) -> None:
@@ -37,7 +38,7 @@ class LoopbackGroup(OfOneProcess):
 
 
 class _LoopbackMemory:
-    """Memory that the ranks of one loopback share. It knows none of them, so that all goes with the last one."""
+    """Memory that the ranks of one loopback share. Knows no rank, so everything goes with the last one."""
 
     def __init__(self, size: int, arena_bytes: int) -> None:
         self._lock = threading.Lock()
@@ -48,14 +49,12 @@ class _LoopbackMemory:
         self.block = private_mapping(block_bytes)
 
     def arena(self, edge: Edge) -> object:
-        """The memory of an edge: whichever end comes first makes it."""
         with self._lock:
             if edge not in self._arenas:
                 _, self._arenas[edge], _ = edge_memory(self._arena_bytes)
             return self._arenas[edge]
 
     def box(self, source: int, destination: int, epoch: int) -> queue.SimpleQueue[Tensor]:
-        """Tensors on their way from one rank to another, in exchanges of this epoch."""
         with self._lock:
             found, box = self._boxes.get((source, destination), (None, None))
             if box is None or found != epoch:

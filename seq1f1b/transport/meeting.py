@@ -1,4 +1,4 @@
-"""How the ranks of a process group come together: by small values, in the store that the group has."""
+"""Brings the ranks of a process group together: by small values, in the group's store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import uninterrupted
-from seq1f1b.transport.group import error_of
+from seq1f1b.transport.failure import error_of
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def poll(look: Callable[[], _T | None], longest_pause: float) -> _T:
-    """Asks again and again, at first often. Returns the first answer that is not None."""
+    """Asks again and again, at first often. Returns the first answer other than None."""
     pause = 1e-4
     while (found := look()) is None:
         time.sleep(pause)
@@ -39,10 +39,10 @@ def poll(look: Callable[[], _T | None], longest_pause: float) -> _T:
 
 
 class SharedStore:
-    """A part of a process group's store: bytes by name. None of its calls waits for a key.
+    """A part of a process group's store: bytes by name. No call waits for a key.
 
-    Whoever reaches the store may write to it. Where the launcher gives every rank the same ``SEQ1F1B_SECRET`` in the
-    environment, values carry a keyed digest (HMAC-SHA256 of name and value), and one without it ends the pipeline.
+    Anyone who reaches the store may write to it. If the launcher gives every rank an equal ``SEQ1F1B_SECRET`` in the
+    environment, values carry a keyed digest (HMAC-SHA256 of name and value), and a value without one ends the pipeline.
 
     Args:
         store: torch's. prefix: names the part.
@@ -55,7 +55,7 @@ class SharedStore:
 
     @property
     def place(self) -> str:
-        """The place of the store, to be put behind it in a text; "" for a file."""
+        """Address of the store as the end of a text; "" for a file."""
         base = self._store
         while hasattr(base, "underlying_store"):
             base = base.underlying_store
@@ -65,12 +65,12 @@ class SharedStore:
         self._store.set(key, self._signed(key, value))
 
     def swap(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Sets it if this is there, ``b""`` for nothing; returns what stands."""
+        """Sets a value if ``expected`` is there (``b""``: nothing); returns the standing value."""
         there = self._signed(key, expected) if expected else b""
         return self._checked(key, self._store.compare_set(key, there, self._signed(key, value)))
 
     def has(self, *keys: str) -> bool:
-        """Whether all of them are there."""
+        """Returns whether all keys are there."""
         return bool(self._store.check(list(keys)))
 
     def get(self, key: str) -> bytes | None:
@@ -103,7 +103,7 @@ class SharedStore:
 
 
 class _Known:
-    """State of this process for a process group.
+    """State of the process for a process group.
 
     Attributes:
         kept: messages under way. gone: the first rank that was gone before the set-up, and why nobody can meet it.
@@ -122,13 +122,13 @@ _last_attempt = 0  # of this process in any group: one made anew over an old sto
 class Meeting:
     """One attempt of the ranks of a process group to come together, over the group's store.
 
-    The attempt has a number that all ranks agree on, however often each of them has tried. Every wait ends with
-    everybody's values, or with an error on all ranks that says which rank failed and why, or which has not come.
-    What is in the store is from the ranks of this process group: where torchrun may restart them,
+    The attempt has a number on which all ranks agree, however often each of them has tried. Every wait ends with all
+    ranks' values, or with an error on all ranks that names the failed rank with the reason, or the missing rank.
+    Values in the store are from the ranks of this process group: for jobs that torchrun may restart,
     :func:`seq1f1b.init_process_group` sees to that, for gloo as well.
 
     Attributes:
-        attempt: 0 until this rank has come, or has ended what it would have come to.
+        attempt: 0 until the rank has come, or has ended the attempt.
         worker: the thread that talks to the store. An interrupt does not reach it.
     """
 
@@ -150,7 +150,7 @@ class Meeting:
         return self._worker
 
     def begin(self, arrival_s: float, timeout_s: float) -> None:
-        """Comes to the newest attempt of all ranks, at least this rank's next one.
+        """Comes to the newest attempt of all ranks, at least the rank's next one.
 
         Args:
             arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: for each later one.
@@ -190,10 +190,10 @@ class Meeting:
         return [unpack(each) for each in found]
 
     def fail(self, error: BaseException) -> _C.PipelineError | None:
-        """Ends this attempt on every rank, or this rank's next one if it has come to none.
+        """Ends this attempt on every rank, or the rank's next one if it has come to none.
 
         Returns:
-            The failure that came first, if another did, as far as the store answers.
+            The earlier failure of another rank, if any, as far as the store answers.
         """
 
         def tell() -> _C.PipelineError | None:
@@ -238,7 +238,7 @@ class Meeting:
     # -- in the thread that talks to the store
 
     def _come(self) -> bool:
-        """Comes to the newest attempt of all ranks, at least this rank's next one. Returns whether that is another."""
+        """Comes to the newest attempt of all ranks, at least the rank's next one. Returns whether it has changed."""
         global _last_attempt
         least, there = self.attempt or _last_attempt + 1, self.store.get("attempt") or b""
         while int(there or b"0") < least:
@@ -265,10 +265,10 @@ class Meeting:
         return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
 
     def _find_gone(self) -> tuple[int, str] | None:
-        """The first rank that was gone before the set-up: later ones may have left because of it.
+        """Returns the first rank that was gone before the set-up: later ones may have left because of it.
 
-        The store cannot tell, so rank 0 begins to send each rank a message of the group, once. Nobody waits for these:
-        a thread that waits in gloo as the interpreter goes would end the process (torch 2.13).
+        The store cannot tell, so rank 0 begins to send each rank a message of the group, once. Nobody waits for these
+        messages: a thread that waits in gloo as the interpreter goes would end the process (torch 2.13).
         """
         known = self._known
         with _lock, uninterrupted():
@@ -285,7 +285,7 @@ class Meeting:
         return known.gone
 
     def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
-        """Ends the attempt in the name of the ranks that have not come; or with the failure that came first."""
+        """Ends the attempt in the name of the missing ranks; or with an earlier failure."""
         there = self.ask(lambda: [self.store.has(key) for key in self._keys()])
         missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"

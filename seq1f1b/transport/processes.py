@@ -20,14 +20,15 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, mapping, receive
-from seq1f1b.transport.group import Edge, RankGroup
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:
-    """Nobody waits for this rank any more; and a thread that is inside torch then ends with the process."""
+    """Closes all groups: nobody waits for the rank any more, and threads inside torch end with the process."""
     _C.thread_interpreter_ends()
     for group in list(_open_groups):
         group.timeout_s = 1.0
@@ -37,10 +38,11 @@ def _close_at_exit() -> None:
 
 
 def _let_torch_finish(limit_s: float) -> None:
-    """Waits until gloo's threads have dropped the tensors of operations that are done.
+    """Waits until gloo's threads have dropped the tensors of finished operations.
 
-    DDP may hold their group longer than ``destroy_process_group``. Before Python 3.14, one that wants the interpreter
-    once that has ended is unwound, which gives up the main thread's state and ends the process by SIGABRT or SIGSEGV.
+    DDP may hold their group longer than ``destroy_process_group``. Before Python 3.14, a thread that wants the
+    interpreter after its end is unwound, which gives up the main thread's state and ends the process by SIGABRT or
+    SIGSEGV.
     """
     deadline, times_quiet = time.monotonic() + limit_s, 0
     while times_quiet < 3 and time.monotonic() < deadline:
@@ -61,7 +63,7 @@ atexit.register(_close_at_exit)
 
 
 def _forget_sockets_after_fork() -> None:
-    """A forked child (a data loader's worker) that kept the sockets would hide its parent's death from the peers."""
+    """Closes the sockets in a forked child (a data loader's worker), which would hide its parent's death."""
     for group in _open_groups:
         for connection in group._connections.values():
             connection.close()
@@ -79,14 +81,13 @@ _ARENA = struct.Struct("qqqq")  # source stage, destination stage, channel, byte
 
 
 class ProcessRank(RankGroup):
-    """A rank that is a process of a torch process group, as are its peers, all of one host unless a subclass says more.
+    """A rank that is a process of a torch process group, with peers on one host unless a subclass says more.
 
     Args:
-        generation: a number that no other pipeline of this process group has.
+        generation: a number that no other pipeline of the process group has.
         connections: sockets to the ranks of the same host, by rank.
         block: memory that all ranks share.
-        spoiled: memory of all ranks of this host, where it is not in the block: by it they tell of steps in which what
-            they sent is worth nothing.
+        spoiled: memory of all ranks of the host, if not in the block: a rank marks steps whose messages are worthless.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ProcessRank(RankGroup):
     # -- gradients of tied parameters
 
     def _exchange_tag(self) -> int:
-        """A message that a failed exchange has left on its way, or waits for, is never a later one's."""
+        """Tag of an exchange, so that a message left over from a failed exchange is never taken for a later one."""
         return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
@@ -147,7 +148,7 @@ class ProcessRank(RankGroup):
         return functools.partial(self._wait_for, work, rank)
 
     def _wait_for(self, work: Any, peer: int) -> None:
-        """Waits for a transfer of the process group, whose own wait ends with the peer's connection or its time-out."""
+        """Waits for a transfer of the process group, whose own wait ends only with the connection or its time-out."""
         start = time.monotonic()
 
         def look() -> None:
@@ -170,7 +171,7 @@ class ProcessRank(RankGroup):
             Worker("seq1f1b the other ranks").ask(self.close, 3.0)
 
     def close(self) -> None:
-        """Lets go of the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
+        """Drops the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
         super().close()
         self.process_group = None
         _C.group_progress(self.group, "close()")
@@ -179,4 +180,4 @@ class ProcessRank(RankGroup):
             connection.close()
 
     def _say_farewell(self) -> None:
-        """Before the connections end, which others take for this rank's death."""
+        """Says farewell before the connections end, which other ranks would take for the rank's death."""

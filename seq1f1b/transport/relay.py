@@ -1,4 +1,4 @@
-"""Edges that a torch process group carries, and how a peer's death is heard on it."""
+"""Edges carried by a torch process group, and how a peer's death is noticed on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory
-from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
+from seq1f1b.transport.edges import DTYPES, place_tensor
+from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _UINT8 = DTYPES.index(torch.uint8)
@@ -23,24 +24,25 @@ _UINT8 = DTYPES.index(torch.uint8)
 class C10dRelay:
     """One end of an edge whose messages a torch process group moves between two private arenas.
 
-    gloo ends the process where two ends ask for different sizes, so each part of a message has a tag of its own:
+    gloo ends the process if two ends ask for different sizes, so each part of a message has a tag of its own:
 
     - the header;
-    - of the payload, as many bytes as message ``n`` had in the edge's last step that trained, or that evaluated: one
-      tag for each, since ends that both ran that step well agree on them. So from a shape's second step on a receive is
+    - of the payload, as many bytes as message ``n`` had in the edge's last training step, or last evaluation: one tag
+      for
+      each, since ends that both ran such a step well agree on the sizes. So from a shape's second step on, a receive is
       posted in full before its message is sent;
-    - what is longer, once the header tells.
+    - the rest, once the header tells its size.
 
-    gloo cannot be polled, a wait of it that times out closes the pair, and aborting the group does not end a wait
-    (torch 2.13). So one thread per end waits without limit, and reports each message to the arena in C; the engine's
-    thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is completed
-    by :meth:`drain`, as nothing can cancel it. For that both ends must count the same transfers; so they begin, and are
-    counted, in a thread that no interrupt reaches.
+    gloo cannot be polled, a wait with a time-out closes the pair, and aborting the group does not end a wait (torch
+    2.13). So one thread per end waits without limit, and reports each message to the arena in C; the engine's thread
+    waits there, where failures, time-outs and signals end a wait. Nothing can cancel messages left in flight by a
+    failed step: :meth:`drain` completes them. Both ends must count the same transfers for that; so transfers begin, and
+    are counted, in a thread that no interrupt reaches.
 
     Args:
-        tag: of the edge; it uses ``TAGS * tag`` and those behind it.
+        tag: of the edge, which uses ``TAGS * tag`` and the next numbers.
         beginner: begins the transfers; all ends of a rank may share it.
-        broken: hears, from another thread, why a transfer failed, and of which message on which edge.
+        broken: gets, from another thread, the reason of a failed transfer, with its message and edge.
     """
 
     TAGS = 4
@@ -182,7 +184,7 @@ class C10dRelay:
             _C.relay_flush(self.end)
 
     def settle(self) -> None:
-        """The step ended well: nothing is in flight, and both ends know its sizes."""
+        """Notes that the step ended well: nothing is in flight, and both ends know its sizes."""
 
         def settle() -> None:
             self._last[self._known] = self._most_payload, self._sizes
@@ -191,16 +193,16 @@ class C10dRelay:
         self._beginner.put(settle)
 
     def _drop(self, counts: list[int]) -> None:
-        """The other end has begun the first transfers of the list, too."""
         for part, count in enumerate(counts):
             self._before[part] += count
             del self._started[part][:count]
         self._of_last_step = [0] * self.TAGS
 
     def started(self) -> list[tuple[int, list[int]]]:
-        """By part: how many transfers this end began earlier, and the bytes of those that the other may not have begun.
+        """Returns by part the number of earlier transfers of this end, and the bytes of those the other end may not
+        have begun.
 
-        From here on it begins no more, but in :meth:`drain`.
+        Afterwards this end begins transfers only in :meth:`drain`.
         """
 
         def look() -> list[tuple[int, list[int]]]:
@@ -218,14 +220,14 @@ class C10dRelay:
     ) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
-        Then neither end counts on what an earlier step was. May be called again after an attempt that failed elsewhere:
-        what has been completed is among those that both ends began.
+        Then neither end depends on an earlier step. May be called again after an attempt that failed elsewhere:
+        completed transfers count as begun by both ends.
 
         Args:
-            theirs: what :meth:`started` gave at the other end.
-            look: called now and then while it waits; may raise.
+            theirs: result of :meth:`started` at the other end.
+            look: called now and then while waiting; may raise.
         Raises:
-            PipelineError: the other end did not begin what this one had begun, for so many seconds.
+            PipelineError: the other end did not begin this end's transfers for ``limit_s`` seconds.
         """
 
         def complete() -> None:
@@ -261,8 +263,8 @@ class C10dRelay:
 class Lifeline:
     """A message of the process group that a peer sends when it closes, and that fails when it dies.
 
-    So whoever waits, for whatever, learns of the peer's death; an edge has a receive posted within a step only.
-    Nothing ends a receive whose sender never was (torch 2.13), so it begins once both ranks have theirs.
+    So every waiting rank learns of the peer's death; an edge has a posted receive within a step only. Nothing ends a
+    receive whose sender never was (torch 2.13), so a lifeline begins once both ranks have theirs.
     """
 
     def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:

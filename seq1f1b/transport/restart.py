@@ -1,4 +1,4 @@
-"""A process group that begins anew where torchrun restarts a job."""
+"""A process group that begins anew when torchrun restarts a job."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def init_process_group(
     *more: Any,
     **options: Any,
 ) -> None:
-    """``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
+    """Calls ``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
 
-    CUDA is told to take 32 hardware queues, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says how many: with its 8,
-    messages may wait for units. CUDA hears it as it starts, so call this before ``torch.cuda.set_device``.
+    CUDA is told to take 32 hardware queues, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` is set: with the default of 8,
+    messages may wait for units. CUDA reads the number as it starts, so call this before ``torch.cuda.set_device``.
 
-    torchrun keeps one store for all starts of a job, and gloo reads there what an earlier start has left: addresses
-    where nobody listens any more, so that the new start fails, or hangs. Here the ranks agree on a name for each start
-    first, and all that the group writes lies under it. Without torchrun, and where the ranks meet over a store or a
-    file of the caller's, the rest is torch's function.
+    torchrun keeps one store for all starts of a job, and gloo reads leftovers of earlier starts there: addresses
+    without a listener, so the new start fails, or hangs. Here the ranks first agree on a name for each start, and
+    the group writes only under this name. Without torchrun, and if the ranks meet over a store or a file of the
+    caller's, the rest is torch's function.
 
     Args:
-        backend, init_method, timeout, world_size, rank, store: as torch's, in its order.
-        more, options: torch's other ones.
+        backend, init_method, timeout, world_size, rank, store: as torch's, in torch's order.
+        more, options: torch's further arguments.
     Raises:
         TimeoutError: a rank has not come within ``timeout``, 30 minutes unless given.
     """
@@ -66,10 +66,10 @@ def init_process_group(
 
 
 def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> str:
-    """A name that all ranks of this start agree on, and none of an earlier one ever had. Collective.
+    """Returns a name on which all ranks of this start agree, and which no earlier start had. Collective.
 
-    Each writes a random token, and which tokens it sees. Once all see the same ones, those are of ranks that are alive:
-    each of them has seen this rank's own, which is new.
+    Each rank writes a random token, and the tokens it sees. Once all ranks see equal tokens, these are of living ranks:
+    each of them has seen the rank's token, which is new.
     """
     own, start = secrets.token_hex(8).encode(), time.monotonic()
     tokens = [f"token/{each}" for each in range(size)]

@@ -1,4 +1,4 @@
-"""Ranks anywhere: a store carries what processes of one host share, and a thread watches it."""
+"""Ranks on any host: a store carries the state that processes of one host share, and a thread watches it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
-from seq1f1b.transport.group import Edge, Failure
+from seq1f1b.transport.edges import Edge
+from seq1f1b.transport.failure import Failure
 from seq1f1b.transport.meeting import Meeting, poll
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
@@ -27,7 +28,7 @@ _TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of 
 
 
 def _tag_of(edge: Edge) -> int:
-    """A tag that no other edge between its two ranks has in its direction: below :data:`_TAGS` - 1, a lifeline's.
+    """Returns a tag unique among edges between its two ranks in its direction, below the lifeline's :data:`_TAGS` - 1.
 
     Activations and gradients join neighbouring stages; of every further channel two ranks have one edge each way.
     """
@@ -37,13 +38,13 @@ def _tag_of(edge: Edge) -> int:
 
 
 class StoreRank(ProcessRank):
-    """A rank whose peers are anywhere: the block is this process's own, and a store carries what it would share.
+    """A rank with peers on any host: the block is the process's own, and a store carries the shared state.
 
-    The client's thread watches: it copies failures and progress between block and store, and finds out who is gone.
-    Edges between processes that could meet use shared memory, the others the process group.
+    The client's thread watches: it copies failures and progress between block and store, and finds dead ranks. Edges
+    between processes that could meet use shared memory, other edges the process group.
 
     Args:
-        meeting: its store, and the worker that talks to that, which is closed with this rank.
+        meeting: its store, and the worker that talks to the store, which is closed with the rank.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StoreRank(ProcessRank):
             raise
 
     def _lose_store(self, error: BaseException) -> None:
-        """Without the store nobody learns from the others: who has ended is known to its neighbours only."""
+        """Ends the step after the loss of the store, without which only neighbours know which rank has ended."""
         if self._closing:
             return
         try:
@@ -110,7 +111,7 @@ class StoreRank(ProcessRank):
         self._store.set(self._key(f"progress/{self.rank}"), pack(value))
 
     def _read_progress(self) -> dict[int, bytes]:
-        """Values that the other ranks have published, by rank; nothing until all have."""
+        """Returns values that the other ranks have published, by rank; empty until all have."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
         return dict(zip(others, found or (), strict=False))
@@ -119,9 +120,9 @@ class StoreRank(ProcessRank):
         return {rank for rank, value in self._read_progress().items() if unpack(value)[0] == _CLOSED}
 
     def _exchange_failure(self) -> None:
-        """Publishes this process's failure, or learns of another's; the first one in the store stays.
+        """Publishes the process's failure, or learns of another's; the first failure in the store stays.
 
-        It ends the earliest step that any rank failed in.
+        It ends the earliest step in which any rank failed.
         """
         key = self._key(f"failure/{self.epoch}")
         failure = _C.group_failure(self.group)
@@ -145,7 +146,6 @@ class StoreRank(ProcessRank):
                 self._closed.add(rank)
 
     def _find_the_lost(self) -> None:
-        """Finds ranks whose connection ended though they have not closed, and tells all."""
         ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
         for fd, _ in self._hang_ups.poll(0):
             self._hang_ups.unregister(fd)
@@ -165,13 +165,13 @@ class StoreRank(ProcessRank):
             self._store.swap(self._key("lost"), b"", self._lost.encode())
 
     def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
-        """A connection ended, from any thread. edge: on which a message was under way; None: perhaps it was closed."""
+        """Notes that a connection ended, from any thread. edge: with a message under way; None: perhaps a close."""
         self._suspects.put((rank, why, edge))
 
     # -- asking it
 
     def _ask(self, do: Callable[[], _T], limit_s: float | None = None, *, recovering: bool = False) -> _T:
-        """Returns what a call of the store returns. Raises PipelineError on a failure, or without an answer in time."""
+        """Returns the result of a call of the store. Raises PipelineError on a failure, or without an answer."""
         try:
             limit_s = self.timeout_s if limit_s is None else limit_s
             return self._worker.ask(do, limit_s, (lambda: None) if recovering else self.check)
@@ -188,7 +188,7 @@ class StoreRank(ProcessRank):
         return step
 
     def finish_units(self, last_rank: int) -> None:
-        """Nothing: what a store tells takes longer than a message. A rank that has left the step hears in the next."""
+        """Does nothing: the store is slower than a message. A rank that has left the step hears in the next."""
 
     def end_step(self, failed: bool) -> None:
         if not failed:
@@ -202,7 +202,7 @@ class StoreRank(ProcessRank):
             time.sleep(4 * _WATCH_PERIOD)
 
     def _hear_of_spoiled(self) -> None:
-        """Waits for a failure that is under way: a rank of this host has failed in this step, and its GPU went on."""
+        """Waits for a failure under way: a rank of this host has failed in this step, and its GPU went on."""
         deadline = time.monotonic() + self.timeout_s
         while _C.group_is_spoiled(self.group):
             self.check()
@@ -224,13 +224,11 @@ class StoreRank(ProcessRank):
             self._ask(tell, 5.0, recovering=True)
 
     def _pass(self, failure: Failure) -> None:
-        """Tells the others that nobody can meet this rank in a step any more, or in one before."""
         if self._passed.step < failure.step:
             self._passed = failure
             self._publish_progress()
 
     def _look_passed(self) -> Failure | None:
-        """The failure of a rank that has passed this step; None if there is none."""
         found = (Failure(*unpack(value)[-1]) for value in self._read_progress().values())
         return next((failure for failure in found if failure.step >= self.step), None)
 
@@ -259,7 +257,7 @@ class StoreRank(ProcessRank):
         return pack({edge: relay.started() for edge, relay in self._relays.items()})
 
     def _drain_with_neighbours(self, limit_s: float) -> None:
-        """Completes what a failed step left in flight, with those neighbours that close as well."""
+        """Completes messages in flight of a failed step, with neighbours that close as well."""
         data = self._pack_started()
         self._ask(lambda: self._store.set(self._key(f"in flight/{self.rank}"), data), limit_s, recovering=True)
         deadline = time.monotonic() + limit_s
@@ -314,11 +312,10 @@ class StoreRank(ProcessRank):
         return found
 
     def _missing(self, keys: list[str], recovering: bool = False) -> list[int]:
-        """Ranks that have not come to a round."""
         return self._ask(lambda: [i for i, key in enumerate(keys) if not self._store.has(key)], recovering=recovering)
 
     def _check_skips(self, keys: list[str]) -> None:
-        """A rank that is in a later step than this one, and did not give before, will not come any more."""
+        """Raises for a missing rank in a later step than the rank: it gave nothing, and will not come any more."""
         later = [rank for rank, begun in self._begun.items() if begun > self._begun[self.rank]]
         for rank in self._missing(keys) if later else ():
             if rank not in later:
@@ -365,9 +362,9 @@ class StoreRank(ProcessRank):
             lifeline.begin()
 
     def _agree_whether_it_begins(self, wish: str) -> bool:
-        """Whether the pipeline has begun, for all ranks, as one that all have come to may be given up by one of them.
+        """Returns, for all ranks alike, whether the pipeline has begun: a rank may give up after all have come.
 
-        The first wish stands. Whoever has begun waits for a farewell of its neighbours, which nothing else ends.
+        The first wish stands. A rank that has begun waits for a farewell of its neighbours, which nothing else ends.
         """
         if self._begins is None:
             found = self._ask(lambda: self._store.swap(self._key("begins"), b"", wish.encode()), recovering=True)

@@ -1,4 +1,4 @@
-"""Small values as bytes that a peer may send: what is read can only ever be data, never code."""
+"""Small values as bytes from a peer: reading gives data, never code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SCALARS = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)
 
 
 def sendable(kind: _Class) -> _Class:
-    """A dataclass or named tuple that may be part of a value; its fields are values."""
+    """Registers a dataclass or named tuple as a part of values; its fields are values."""
     _records[kind.__name__] = kind
     return kind
 
 
 def pack(value: Any) -> bytes:
-    """JSON, in which everything that JSON lacks is an object with one key, its type.
+    """Returns a value as JSON; types that JSON lacks become an object with one key, the type.
 
     Raises:
         TypeError: the value is, or holds, something else than None, bool, int, float, str, bytes, list, tuple, dict or
@@ -28,10 +28,10 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that was packed.
+    """Returns the packed value.
 
     Raises:
-        ValueError: the bytes are none that :func:`pack` makes.
+        ValueError: the bytes do not come from :func:`pack`.
     """
     try:
         return _decode(json.loads(data))
@@ -60,7 +60,7 @@ def _encode(value: Any) -> Any:
 
 
 def _checked(record: Any) -> Any:
-    """The record, whose fields are of their types where these are plain ones."""
+    """Returns the record; raises unless fields of plain types have these types."""
     for name, annotation in type(record).__annotations__.items():
         value, wanted = getattr(record, name), getattr(annotation, "__forward_arg__", annotation)
         if wanted in _SCALARS and type(value) not in _SCALARS[wanted]:

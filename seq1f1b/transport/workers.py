@@ -27,13 +27,13 @@ def first_line(error: BaseException) -> str:
 
 
 class Worker:
-    """A daemon thread that runs tasks in the order in which they come. It ends with the last reference to this.
+    """A daemon thread that runs tasks in order. It ends with the last reference to the worker.
 
     Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
     never in the middle of one.
 
     Args:
-        failed: hears, in the thread, what a task raised.
+        failed: gets, in the thread, the error of a task.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None] = lambda error: None) -> None:
@@ -45,18 +45,18 @@ class Worker:
         self._thread.start()
 
     def put(self, task: Callable[[], Any]) -> queue.SimpleQueue[Any]:
-        """Gives it a task. Returns where what that returns will be, and what it raises, as a pair."""
+        """Gives the thread a task. Returns the queue of its answer: a pair of result and error."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks.put((task, answer))
         return answer
 
     def ask(self, task: Callable[[], _T], limit_s: float = math.inf, look: Callable[[], None] = lambda: None) -> _T:
-        """Gives it a task, and gives back what that returns or raises.
+        """Gives the thread a task; returns or raises its outcome.
 
         Args:
-            look: called while the answer is not there; may raise.
+            look: called until the answer comes; may raise.
         Raises:
-            TimeoutError: no answer in this many seconds; the task may still run.
+            TimeoutError: no answer within ``limit_s`` seconds; the task may still run.
             ConnectionError: the thread has ended.
         """
         answer, deadline = self.put(task), time.monotonic() + limit_s
@@ -74,12 +74,12 @@ class Worker:
                 raise TimeoutError(f"{name} was asked {limit_s:.0f} s ago and does not answer")
 
     def watch(self, turn: Callable[[], None], period: float) -> None:
-        """From now on the thread takes a turn after each period, in seconds, until one raises."""
+        """Lets the thread take a turn after each period, in seconds, until a turn raises."""
         self._turn, self._period, self._turn_at = turn, period, 0.0
         self.put(_nothing)
 
     def close(self, wait_s: float = 0.2) -> None:
-        """The thread ends after its tasks; one that is inside torch, perhaps for ever, stays."""
+        """Ends the thread after its tasks; a thread inside torch, perhaps for ever, stays."""
         self._tasks.put(None)
         self._thread.join(wait_s)
 
@@ -101,7 +101,7 @@ def _nothing() -> None: ...
 
 
 def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> None:
-    """The thread, which holds the worker only while it does something."""
+    """Runs the thread, which holds the worker only during its work."""
     _C.thread_is_helper()
     seconds = None
     while True:

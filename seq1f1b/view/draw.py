@@ -24,8 +24,8 @@ def timeline_png(
 ) -> None:
     """Draws one or several timelines, one below the other on a common time axis.
 
-    A colour is a micro-batch, pale forward, paler recomputation and full backward; where a rank holds several stages
-    all but its first are hatched.
+    A colour is a micro-batch, pale forward, paler recomputation and full backward; units of all but the first stage of
+    a rank are hatched.
 
     Args:
         path: file to write; its suffix chooses the format.
@@ -41,7 +41,7 @@ def timeline_png(
 def timeline_svg(
     path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None, width: float = 14.0
 ) -> None:
-    """The picture of :func:`timeline_png` as SVG, which stays sharp at any size."""
+    """Draws the picture of :func:`timeline_png` as SVG, which stays sharp at any size."""
     _save_figure(path, tracks, title, "svg", width)
 
 
@@ -84,7 +84,7 @@ _HATCHES = {"////": "later stages of a rank", "....": "W in waits"}
 
 
 def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> set[str | None]:
-    """One row of bars per rank, each with its micro-batch and segment where it has room for them; the hatches used."""
+    """Draws one row of bars per rank, with micro-batch and segment if there is room; returns the hatches used."""
     used: set[str | None] = set()
     begin, _ = extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)

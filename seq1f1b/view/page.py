@@ -1,7 +1,7 @@
 """One self-contained HTML page of a timeline, simulated or measured: zoom, hover, and the memory curve of each rank.
 
-``timeline.js`` shows it, as it does in the schedule explorer of the documentation. The page holds the script and the
-numbers, so that it opens without a network.
+``timeline.js`` draws the timeline, as in the schedule explorer of the documentation. The page holds the script and the
+numbers, so it opens without a network.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def timeline_html(
 ) -> None:
     """Writes the page. A wheel zooms the time axis and a drag moves it, in all timelines at once.
 
-    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit, or a tap on it, tells its times, what it
-    comes after, the last to end first, and what comes after it; arrow keys go from unit to unit. A simulation also has
-    its critical path and each unit's slack (``critical=True``) and bytes of each kind of memory
-    (``memory=StepMemory(...)``); else memory is that of live units. Memory curves of all ranks and timelines have one
-    scale.
+    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit, or a tap, shows its times, its predecessors
+    (the last to end first) and its successors; arrow keys go from unit to unit. A simulation also has its critical
+    path, and each unit's slack (``critical=True``) and bytes of each kind of memory (``memory=StepMemory(...)``);
+    without them the memory curve counts live units. Memory curves of all ranks and timelines have one scale.
 
     Args:
         path: file to write.
@@ -90,18 +89,18 @@ timelines.show(%(timelines)s)
 
 
 def _json(data: Any) -> str:
-    """A value as it may stand in a script.
+    """Returns a value as JSON for a script element.
 
-    No ``<`` stays: ``</script`` ends a script, and ``<!--`` with ``<script`` keeps its end from being seen.
+    No ``<`` stays: ``</script`` ends a script, and ``<!--`` with ``<script`` hides the end.
     """
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
-    """How the live units of a rank change, as activations.
+    """Returns the changes of a rank's number of live units, as activations.
 
-    A unit is live from the start of its F, or R if it is recomputed, to the end of its B, or W where the backward is
-    split, but for the time from its A to its L; where nothing goes back, while it runs.
+    A unit is live from the start of its F, or R if recomputed, to the end of its B, or W if the backward is split,
+    except between its A and its L; in an order without backwards, while it runs.
     """
     again = {unit[1:] for unit, _, _ in track if unit.kind == "R"}
     last = "BWA" if any(unit.kind in "BI" for unit, _, _ in track) else "F"
@@ -113,7 +112,7 @@ def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
 
 
 def memory_changes(run: Simulation) -> list[Changes]:
-    """How the bytes of each rank change that units take and free; what lives when, the core says.
+    """Returns the bytes that units of each rank take and free; the core knows what lives when.
 
     Raises:
         ValueError: the simulation was not given ``memory``.
@@ -132,10 +131,10 @@ def memory_changes(run: Simulation) -> list[Changes]:
 
 
 def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
-    """The units that must end before each unit may start: its inputs, and what its rank runs before it.
+    """Returns the units that must end before each unit may start: its inputs, and earlier units of its rank.
 
     Args:
-        parents: those of the order, see :class:`~seq1f1b.Schedule`.
+        parents: of the order, see :class:`~seq1f1b.Schedule`.
     """
     after = inputs_of((unit for track in timeline for unit, _, _ in track), parents)
     for track in timeline:
@@ -146,7 +145,6 @@ def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None =
 
 
 def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
-    """A timeline as the head of ``timeline.js`` says."""
     begin, end = extent(timeline)
     placed = [entry for track in timeline for entry in track]
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}

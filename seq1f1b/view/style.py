@@ -17,10 +17,10 @@ MOST_TRACED = 1_000_000  # 170 MB of JSON
 
 
 def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone: str = "") -> Mapping[str, Timeline]:
-    """Timelines by their headings; refuses a picture, page or trace that would take minutes and help nobody.
+    """Returns timelines by their headings; refuses a picture, page or trace that would take minutes and help nobody.
 
     Args:
-        alone: heading of a timeline that was given without one.
+        alone: heading of a timeline without one.
     """
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {alone: tracks}
     num_units = sum(len(track) for timeline in named.values() for track in timeline)
@@ -40,14 +40,14 @@ STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in PASSES}
 
 
 def color_of(unit: Unit) -> tuple[float, ...]:
-    """The micro-batch's hue: full for what goes back, pale for what goes forward."""
+    """Returns the micro-batch's hue: full for backward passes, pale for forward passes."""
     color = MICROBATCH_COLORS[unit.microbatch % len(MICROBATCH_COLORS)]
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(1 - STRENGTH[unit.kind] * (1 - channel) for channel in channels)
 
 
 def ink_on(color: Sequence[float]) -> str:
-    """The colour of a label on that colour: dark on a light one (relative luminance, ITU-R BT.709)."""
+    """Returns the colour of a label on this colour: dark on a light one (relative luminance, ITU-R BT.709)."""
     red, green, blue = color
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "#222222"
 
@@ -79,7 +79,7 @@ def part(name: str) -> str:
 
 
 def page_facts() -> dict[str, Any]:
-    """The facts of passes, and of what ranks hold, that ``timeline.js`` is told."""
+    """Returns facts of passes and of held memory for ``timeline.js``."""
 
     def colors(letter: str) -> list[dict[str, str]]:
         found = [color_of(Unit(letter, 0, microbatch, 0)) for microbatch in range(len(MICROBATCH_COLORS))]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from split_forwards import Decoder
 from split_parts import HIDDEN, VOCAB, Block
 from torch import Tensor, nn
 
@@ -40,17 +41,6 @@ class Chain(nn.Module):
         return self.head(self.norm(x) + self.shift) * self.scale
 
 
-class Inner(nn.Module):
-    """The blocks lie in a module of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder, self.head = Chain(4), nn.Linear(VOCAB, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.decoder(tokens).tanh())
-
-
 def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *(Block(i) for i in range(4)), nn.Linear(HIDDEN, VOCAB))
 
@@ -75,7 +65,7 @@ CUTS = {
     "chain": (Chain, {}, {"num_stages": 2}, {"blocks.3"}),
     "before the head": (Chain, {}, {"at": ["blocks.1", "norm"]}, {"norm"}),
     "tied": (Chain, {"tied": True}, {"num_stages": 3}, {"blocks.4"}),
-    "inner": (Inner, {}, {"num_stages": 2}, {"decoder.blocks.2"}),
+    "inner": (Decoder, {}, {"num_stages": 2}, {"inner.blocks.2"}),
 }
 
 
@@ -86,16 +76,6 @@ def test_stages_begin_where_they_should(name):
     targets = [[n.target for n in s.graph.nodes if n.op == "call_module"] for s in stages]
     assert len(stages) == cut.get("num_stages", len(cut.get("at", ())) + 1)
     assert begins <= {names[0] for names in targets}
-
-
-def test_documents_are_a_keyword_of_every_stage():
-    model = make(Chain).eval()
-    stages = seq1f1b.split(model, 2)
-    ids = seq1f1b.document_starts(torch.tensor([[0] * 8 + [1] * 12]))
-    tokens = batch()[0][:1]
-    found = stages[1](stages[0](tokens, doc_ids=ids), doc_ids=ids)
-    torch.testing.assert_close(found, model(tokens, doc_ids=ids))
-    torch.testing.assert_close(stages[1](stages[0](tokens)), model(tokens))
 
 
 def test_a_tied_weight_is_copied_and_listed_and_all_else_is_shared():
@@ -132,21 +112,6 @@ def test_stages_are_verified_and_saved_by_their_names():
     }
     with pytest.raises(TypeError, match="is not pickled: save its state_dict"):
         pickle.dumps(stages[0])
-
-
-def test_a_block_that_two_stages_run_is_tied():
-    class Twice(Chain):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.norm(self.words(tokens))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    model = make(Twice)
-    del model.places, model.scale
-    first, last = seq1f1b.split(model, 2)
-    assert set(first.tied_parameters) == set(last.tied_parameters) == {"norm.weight", "norm.bias"}
-    assert last.get_submodule("norm") is not model.norm is first.get_submodule("norm")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -85,22 +85,3 @@ def test_ids_are_below_the_smallest_embedding() -> None:
         seq1f1b.split(
             model_of(two, kinds=nn.Embedding(3, HIDDEN), blocks=nn.ModuleList([nn.Linear(HIDDEN, HIDDEN)])), 1
         )
-
-
-def test_the_model_is_as_before() -> None:
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        return Plain.forward(self, tokens) + self.drop(self.norm(self.embedding(tokens).transpose(1, 2))).sum()
-
-    model = model_of(forward, norm=nn.BatchNorm1d(HIDDEN), drop=nn.Dropout(0.5))
-    model.blocks[1].eval()
-    model.head.weight.grad = torch.full_like(model.head.weight, 3.0)
-    calls = []
-    model.head.weight.register_hook(calls.append)
-    modes = [module.training for module in model.modules()]
-    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
-    seq1f1b.split(model, 2)
-    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
-    assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), random)
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
-    assert model.head.weight.grad.unique().tolist() == [3.0] and not calls

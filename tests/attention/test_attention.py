@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -41,24 +41,6 @@ def test_the_formula(name: str, heads: int, kv_heads: int, head_dim: int, v_head
         for run in runs[m:]:
             for got, expected in zip(run[m], truth, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["none", "all"])
-def test_v_of_another_size_by_the_fast_kernels(name: str, dtype: torch.dtype) -> None:
-    """In float32 within 2e-6 of float64, in 16 bits within 1.5 times the error of the formula in the same dtype."""
-    for sizes in ({"head_dim": 24, "v_head_dim": 16}, {"head_dim": 9, "v_head_dim": 40}):
-        qkv = random_qkv(4, 2, dtype=dtype, **sizes)
-        dout = random_qkv(4, 2, dtype=dtype, head_dim=sizes["v_head_dim"], seed=1)[0]
-        truth = gradients(lambda *t: formula(*t, **OPTIONS[name]), *(t.double() for t in (*qkv, dout)))
-        plain = errors(gradients(lambda *t: formula(*t, **OPTIONS[name]), *qkv, dout), truth)
-        for got in (
-            gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout),
-            segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0],
-        ):
-            assert all(t.dtype == dtype for t in got)
-            for ours, theirs in zip(errors(got, truth), plain, strict=True):
-                assert ours < (2e-6 if dtype == torch.float32 else 1.5 * theirs + torch.finfo(dtype).eps / 16)
 
 
 def test_gradcheck() -> None:

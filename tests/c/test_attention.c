@@ -1,7 +1,7 @@
 /* test_attention.c - does attention compute what kernels/attention.h says, with every instruction set of this machine?
  *
- * Measures: a naive computation in double that shares no code with the kernels, finite differences, and for the blocked
- * kernels the truth on the same stored out and lse.
+ * Measures: a naive computation in double that shares no code with the kernels, and for the blocked kernels the truth
+ * on the same stored out and lse. Finite differences are those of gradcheck, in tests/attention/test_attention.py.
  * Argument: "plain", "sanitize", "valgrind" or "aarch64" for a slice that is quick enough there. */
 #include "attention_sequence.h"
 
@@ -87,56 +87,6 @@ static void test_truth(shape s)
     run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
     test_own_rows(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_backward);
     naive_free(&want);
-    sequence_free(&x);
-}
-
-/* Central differences of loss = sum dout * out, along one random element at a time. */
-static double loss_of(sequence *x)
-{
-    double loss = 0;
-    s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
-    s1f_attention_ref_forward(&args, NULL);
-    for (int64_t b = 0; b < x->s.batch; b++)
-        for (int64_t h = 0; h < x->s.heads; h++)
-            for (int64_t row = x->s.first; row < x->s.length; row++)
-                for (int64_t c = 0; c < x->s.v_head_dim; c++)
-                    loss += get(x->s.dtype, x->out, at(x, OF_OUT, b, h, row) + c) *
-                            get(x->s.dtype, x->dout, at(x, OF_OUT, b, h, row) + c);
-    return loss;
-}
-
-static void test_finite_differences(shape s)
-{
-    enum { ELEMENTS = 24 };
-    sequence x = sequence_new(s);
-    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
-    for (int n = 0; n < ELEMENTS; n++) {
-        int which = n % 3;
-        kind of = which == 0 ? OF_Q : which == 1 ? OF_K : OF_V;
-        int64_t b = random_bits() % s.batch, c = random_bits() % x.of[of].dim, first = which == 0 ? s.first : 0;
-        int64_t i = at(&x, of, b, random_bits() % x.of[of].heads, first + random_bits() % (s.length - first));
-        double *place = (double *)(which == 0 ? x.q : which == 1 ? x.k : x.v) + i + c;
-        double gradient = ((const double *)(which == 0 ? x.dq : which == 1 ? x.dk : x.dv))[i + c];
-        double value = *place, step = 1e-5, slope;
-        *place = value + step;
-        slope = loss_of(&x);
-        *place = value - step;
-        slope = (slope - loss_of(&x)) / (2 * step);
-        *place = value;
-        difference d = {fabs(slope - gradient), fabs(gradient)};
-        check_difference(&x, "finite difference", d, 1e-7);
-    }
-    for (int64_t h = 0; s.sinks != NO_SINKS && h < s.heads; h++) {
-        double *place = (double *)x.sinks + h, value = *place, step = 1e-5, slope;
-        double gradient = ((const double *)x.dsinks)[s.first * s.heads + h];
-        *place = value + step;
-        slope = loss_of(&x);
-        *place = value - step;
-        slope = (slope - loss_of(&x)) / (2 * step);
-        *place = value;
-        difference d = {fabs(slope - gradient), fabs(gradient)};
-        check_difference(&x, "finite difference of a sink", d, 1e-7);
-    }
     sequence_free(&x);
 }
 
@@ -540,8 +490,6 @@ static void test_truths(void)
                            .ranges = options % 5,
                            .sinks = options % 3 == 1 ? SINKS : NO_SINKS};
                 test_truth(s);
-                if (dtypes[d] == S1F_FLOAT64)
-                    test_finite_differences(s);
             }
 }
 

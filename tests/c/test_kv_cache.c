@@ -1,4 +1,5 @@
-/* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
+/* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. Bytes are
+ * counted by tests/attention/test_kv_cache.py. */
 #include "check.h"
 #include "run/kv_cache.h"
 
@@ -132,19 +133,6 @@ static s1f_status run_steps(s1f_kv_cache *cache, int32_t layers)
                 status = backward(cache, m, s, m, layers);
     }
     return status;
-}
-
-static void test_rows_and_bytes(void)
-{
-    s1f_kv_cache *cache = NULL;
-    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(run_steps(cache, LAYERS), S1F_OK, "");
-    int64_t kv_bytes, grad_bytes;
-    s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
-    CHECK(kv_bytes == 2 * LAYERS * slot_bytes());
-    CHECK(grad_bytes == LAYERS * slot_bytes());
-    s1f_kv_cache_free(cache);
-    s1f_kv_cache_free(NULL);
 }
 
 static void test_scratch(void)
@@ -417,7 +405,6 @@ static void test_current_unit(void)
 
 int main(void)
 {
-    test_rows_and_bytes();
     test_scratch();
     test_scratch_of_a_long_sequence();
     test_units_allocate_nothing_once_warm();

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from processes import run_processes
 from slices import full_only
+from split_parts import HIDDEN, VOCAB, Base, Block
 from test_verify import left_as_found
 from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
 from torch import Tensor, nn
@@ -22,23 +23,8 @@ from seq1f1b.checks.verify_runs import Session
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.testing import run_ranks
 
-VOCAB, HIDDEN, HEADS, LENGTH, M, K = 23, 16, 2, 18, 2, 3
+LENGTH, M, K = 18, 2, 3
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24)
-
-
-class Block(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
-        self.drop, self.layer = nn.Dropout(0.1), seq1f1b.layer_handle(index)
-        self.activation: Callable[[Tensor], Tensor] = F.gelu
-        self.residual = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x * self.residual + self.out(seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2))
-        return x + self.drop(self.down(self.activation(self.up(x))))
 
 
 class Model(nn.Module):
@@ -334,25 +320,11 @@ def test_processes(transport):
     run_processes(2, in_process, transport)
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(i) for i in range(3))
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor, gain: Tensor | None = None) -> Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_stages_of_split_and_a_model_that_shares_their_tensors(is_fresh):
     torch.manual_seed(0)
-    model = Chain()
+    model = Base()
+    model.head.weight = model.words.weight
     whole = copy.deepcopy(model) if is_fresh else model
     stages = seq1f1b.split(model, 2)
     assert verified(whole, stages)

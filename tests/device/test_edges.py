@@ -28,7 +28,7 @@ from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError, in
 from seq1f1b.cli import doctor
 from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
-from seq1f1b.transport.group import TRANSPORTS
+from seq1f1b.transport.edges import TRANSPORTS
 
 LENGTH = 16
 

@@ -437,58 +437,6 @@ def test_mixed_precision_of_fsdp():
     run_processes(2, mixed_precision)
 
 
-# The call that fails is a training step or not, and fails in the forward or backward of this unit.
-FAILURES = [
-    ("step", "backward", M * K - 1),
-    ("step", "backward", M * K),
-    ("step", "forward", 2),
-    ("eval", "forward", 1),
-]
-
-
-def failed_step(rank: int, world: int) -> None:
-    """A call that fails leaves nothing behind in replicas: the next step is right."""
-    config = Config(hidden=16, layers=2)
-    model = whole_model(config)
-    tokens, target = batch(config, 2 * M, LENGTH)
-    cross_entropy(model(tokens), target).backward()
-    truth = gradients_of(model)
-    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
-    mesh = init_device_mesh("cpu", (world,))
-    own_group = alone(rank, world)
-    for kind, schedule, failure in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1"), FAILURES):
-        stage = stage_of(model, config, 0, 1)
-        engine = PipelineEngine(
-            wrap(kind, stage, mesh.get_group(), mesh), schedule=schedule, num_microbatches=M, num_segments=K,
-            loss_fn=pair, group=own_group,
-        )  # fmt: skip
-        calls, (call, place, number) = [], failure
-        reductions: list[int] = []
-        if kind == "ddp":
-            engine._runner.stages[0].module.register_comm_hook((mesh.get_group(), reductions), count_reductions)
-
-        def fail(*_: Any, calls: list[int] = calls, number: int = number) -> None:
-            calls.append(1)
-            if len(calls) == number:
-                raise ValueError("no such gradient")
-
-        norm = stage.blocks["0"].norm_1
-        hook = norm.register_full_backward_hook(fail) if place == "backward" else norm.register_forward_hook(fail)
-        with pytest.raises(ValueError, match="no such gradient"):
-            getattr(engine, call)(tokens[own], target=target[own])
-        hook.remove()
-        for parameter in engine.parameters():
-            parameter.grad = None
-        for step in (1, 2):
-            engine.step(tokens[own], target=target[own])
-            found = gradients_of(engine)
-            error = gradient_error(found, {n: step * g for n, g in truth.items()})
-            assert error < 1e-10, (kind, schedule, failure, step)
-            assert kind == "fsdp" or len(reductions) >= step, "DDP calls its hook no more"
-        dist.barrier()
-        engine.close()
-
-
 def parts(rank: int, world: int) -> None:
     """A stage of which only parts are under FSDP2 is right if they hold all that trains, else it is told."""
     config = Config(hidden=16, layers=2)
@@ -531,7 +479,3 @@ def parts(rank: int, world: int) -> None:
 
 def test_parts_of_a_stage_under_data_parallelism():
     run_processes(2, parts)
-
-
-def test_a_step_after_a_failed_one():
-    run_processes(2, failed_step)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import seq1f1b
 from seq1f1b import Limits, Memory, PipelineEngine
 from seq1f1b.testing import run_ranks
-from seq1f1b.transport import group as group_module
+from seq1f1b.transport import edges
 
 HIDDEN, LENGTH, M, K = 4, 24, 4, 6
 
@@ -261,7 +261,7 @@ def test_losses_that_are_views_of_messages_stay() -> None:
 
 def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    leave = group_module.leave_place
+    leave = edges.leave_place
 
     def counting(views: Any) -> bool:
         found.append(leave(views))
@@ -289,7 +289,7 @@ def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_swapping_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch before 2.12."""
-    monkeypatch.setattr(group_module, "_SWAPS", False)
+    monkeypatch.setattr(edges, "_SWAPS", False)
     run_shifts("slice", "seq1f1b", 2, 1)
 
 

@@ -390,12 +390,6 @@ def test_arguments(tmp_path: Path) -> None:
         engine(memory=Memory(offload=tmp_path / "file"))
     with pytest.raises(OSError, match="offload directory /proc: no file can be made there"):
         engine(memory=Memory(offload="/proc"))
-    with pytest.raises(TypeError, match=r"offload must be a directory or seq1f1b\.HOST, got int"):
-        engine(memory=Memory(offload=3))
-    with pytest.raises(ValueError, match=r"Memory\.units says which units move; say where by offload="):
-        engine(memory=Memory(units="all"))
-    with pytest.raises(ValueError, match=r"Memory\.units is 'half', must be 'none', 'all' or a callable of a unit"):
-        engine(memory=Memory(offload=tmp_path, units="half"))
     moving = Schedule.from_text("F0.0 O0.0 F1.0 A0.0 F2.0 B2.0 L0.0 B1.0 B0.0")
     with pytest.raises(ValueError, match=r"moves units \(O, A, L\): say by Memory\(offload=...\) in which directory"):
         engine(schedule=moving, num_microbatches=3)

@@ -34,6 +34,6 @@ def test_faults(tmp_path: Path, count: int) -> None:
     print(text)
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [9, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_steps_after_failed_ones(count: int) -> None:
     run_processes(failed_steps.WORLD, failed_steps.work, 30, 30 + count)

@@ -53,8 +53,8 @@ class Model:
         make: makes it whole.
         cut: makes its stages; with ``check=False`` without a comparison. None: the model is the only stage.
         change: what its user does after the cut.
-        has_whole: whether gradients are compared with the model's; else with those of the stages, run whole.
-        is_given: whether verify is given the model. None: if ``has_whole``.
+        has_whole: whether verify and the comparison are given the model; else gradients are compared with those of the
+            stages, run whole.
         is_split: whether ``cut`` asks what the package says of the model.
         dtype: in which it is looked at and verified; None: as it is made.
         rows, length, microbatches, segments: of the batch of tokens, and of the step.
@@ -66,7 +66,6 @@ class Model:
     change: Callable[[Any], Any] = lambda model: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     has_whole: bool = False
-    is_given: bool | None = None
     is_split: bool = True
     dtype: torch.dtype | None = torch.float32
     batch: Callable[[], tuple[Any, Tensor]] = tuple
@@ -210,8 +209,7 @@ class Trial:
 
     def verify(self) -> str:
         whole, stages = self.made(self.model.dtype)
-        is_given = self.model.has_whole if self.model.is_given is None else self.model.is_given
-        given = {"show": False, **({"model": whole} if is_given else {})}
+        given = {"show": False, **({"model": whole} if self.model.has_whole else {})}
         call = lambda engine, x, **step: engine.verify(x, **step, **given)  # noqa: E731
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
 import subprocess
 import sys
@@ -279,30 +278,6 @@ def test_no_layout_is_copied(name: str) -> None:
     for run in (forward, backward):
         assert allocations(lambda run=run: run(*qkv)) == allocations(lambda run=run: run(*plain))
         assert all(torch.equal(a, b) for a, b in zip(run(*qkv), run(*plain), strict=True))
-
-
-def spread(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy of `t` with these strides, in memory of which only what is touched takes any."""
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, strides, strict=True))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.12 on
-    memory = mmap.mmap(-1, elements * t.element_size(), flags=flags)
-    return torch.frombuffer(memory, dtype=t.dtype).as_strided(t.shape, strides).copy_(t)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_offsets_above_31_bits(isa: str, dtype: torch.dtype) -> None:
-    """Heads lie 2^31 elements apart, and rows so that 40 of them span as much."""
-    qkv, dout = inputs(dtype)
-    compact = [t[:, :2, :60, :16].contiguous() for t in (*qkv, dout)]
-    far = [spread(t, (2**33, 2**31 + 24, 2**26 + 8, 1)) for t in compact]
-    assert far[0].stride(2) * 59 > 2**31
-
-    def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-        out, lse = ops.causal_attention(q, k, v, NONE, NONE, NONE, *PLAIN)
-        far_out = out if q is compact[0] else spread(out, q.stride())
-        return [out, lse, *ops.causal_attention_backward(dout, q, k, v, far_out, lse, NONE, NONE, NONE, *PLAIN)]
-
-    assert_same([run(*compact), run(*far)])
 
 
 def test_a_slab_above_31_bits(isa: str) -> None:

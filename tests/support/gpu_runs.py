@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from seq1f1b import Limits, Memory, PipelineEngine, PipelineError, build_schedule, init_process_group
 from seq1f1b.testing import run_ranks
-from seq1f1b.transport.group import TRANSPORTS
+from seq1f1b.transport.edges import TRANSPORTS
 
 MOVERS = ["auto", *(name for name, row in TRANSPORTS.items() if row.between_gpus)]
 LIMITS = Limits(step=20.0, first_step=40.0)

@@ -12,6 +12,7 @@ from seq1f1b import _C, PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.device.host_tier import HostTier
 from seq1f1b.transport import RankGroup
+from seq1f1b.transport.edges import place_views
 
 
 class StandInEdges(DeviceEdges):
@@ -44,7 +45,7 @@ class StandInEdges(DeviceEdges):
         """Nothing: kernels are torch's on the CPU."""
 
     def place_views(self) -> Any:
-        return self.group.place_views
+        return place_views
 
     def begin_step(self) -> None:
         _C.device_begin_step(self.gpu, 0)

@@ -28,7 +28,7 @@ import seq1f1b
 from seq1f1b import _C, PipelineError, transport
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport import LoopbackGroup, RankGroup
-from seq1f1b.transport.group import place_tensor
+from seq1f1b.transport.edges import place_tensor
 from seq1f1b.transport.handshake import Handshake
 
 PLACES = 2

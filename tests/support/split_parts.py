@@ -51,14 +51,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.up, self.down, self.drop = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN), nn.Dropout(0.1)
-        self.layer = seq1f1b.layer_handle(index)
+        self.layer, self.residual = seq1f1b.layer_handle(index), 1.0
+        self.activation: Callable[[Tensor], Tensor] = F.gelu
 
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         q, k, v = map(heads, self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(
-            seq1f1b.causal_attention(q, k, v, layer=self.layer, doc_ids=doc_ids).transpose(1, 2).flatten(2)
-        )
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+        y = seq1f1b.causal_attention(q, k, v, layer=self.layer, doc_ids=doc_ids)
+        x = x * self.residual + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.drop(self.down(self.activation(self.up(x))))
 
 
 class Mlp(nn.Module):

@@ -1,0 +1,109 @@
+"""Directed edges between stages, what may carry them, and tensors over the memory in which their messages lie."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seq1f1b import _C
+from seq1f1b.transport.values import sendable
+
+__all__: list[str] = []
+
+
+class Transport(NamedTuple):
+    over: tuple[str, ...]  # what may carry the edge, or its headers if payloads stay on GPUs, by ``transport_to``
+    between_gpus: bool = False
+
+
+TRANSPORTS = {
+    "auto": Transport(("loopback", "shm", "c10d")),  # the first of these that can be
+    "shm": Transport(("loopback", "shm")),
+    "c10d": Transport(("loopback", "c10d")),
+    "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
+    "copy": Transport(("loopback", "shm"), between_gpus=True),  # GPUs of one host
+}
+
+
+@sendable
+class Edge(NamedTuple):
+    """A directed edge between two stages, at most one of each channel (``csrc/core/unit.h``)."""
+
+    source: int
+    destination: int
+    channel: int = 0
+
+
+ARENA_BYTES = _C.ARENA_BYTES
+"""Address space of one edge; memory appears as it is touched."""
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
+"""The position of a type is its code in C."""
+
+_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
+    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
+
+    Args:
+        gpu: on which the memory is; -1: host memory.
+    """
+    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """Returns the number of tensors and other objects that hold the storage, without the given object."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def leave_place(views: Sequence[Tensor | None]) -> bool:
+    """Copies tensors over a place that will hold the next message, if others still hold them.
+
+    Hooks keep such tensors, and a state may be a view of a received tensor. The copy takes the place of their memory,
+    so they, their views and graphs that saved them stay valid.
+
+    Args:
+        views: tensors that the place keeps of its message; None for a missing gradient.
+    Returns:
+        Whether any was copied: the views then no longer lie over the place.
+    """
+    found = False
+    for view in views:
+        if view is None or not (storage := view.untyped_storage()).nbytes():
+            continue
+        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
+            continue
+        found = True
+        if _SWAPS:
+            copy = storage.clone()  # type: ignore[no-untyped-call] # torch's has no types
+            storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
+        elif storage.device.type == "cpu":  # torch before 2.12: each copy has a file descriptor
+            storage.share_memory_()
+        else:
+            raise RuntimeError(
+                "the stage, or a hook, keeps a tensor that came from another stage, and the next message would "
+                "overwrite it: keep a clone, or use torch 2.12 or later"
+            )
+    return found
+
+
+def place_views(
+    end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
+) -> tuple[list[Tensor | None], list[bool]]:
+    """Returns tensors over a received message, and whether each requires grad; None for a missing gradient.
+
+    Args:
+        payload: address of the message's payload.
+        tensors: (dtype code, flags, sizes, offset in the payload) of each.
+        gpu: GPU with the payload; -1: host memory.
+    """
+    views = [
+        None if flags & _C.TENSOR_NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
+        for dtype, flags, sizes, offset in tensors
+    ]
+    return views, [bool(flags & _C.TENSOR_REQUIRES_GRAD) for _, flags, _, _ in tensors]
