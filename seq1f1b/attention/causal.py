@@ -227,7 +227,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Saves no key and no value: they stay in the KV cache, whose rows the backward reads."""
+    """Attention of one segment, which saves no key and no value: they stay in the KV cache, whose rows B reads.
+
+    A segment's backward adds dK and dV of all earlier segments to their rows of the cache, and returns those of its own
+    rows. These are complete, for the backwards of all later segments of the micro-batch have run before.
+    """
 
     @staticmethod
     def forward(

@@ -42,7 +42,7 @@ class ToLoss(Sink):
     """
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
-        batch = self._batch = step.arguments
+        batch = self._batch = step.batch
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
         self._keeps_outputs = batch.arguments.return_outputs
@@ -103,7 +103,7 @@ class ToLoss(Sink):
             unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        raise AssertionError("units of the last stage have seeds of their own")
+        return unit.seeds
 
     def end(self, unit: LiveUnit) -> None:
         if self._looked_at is not None:

@@ -144,7 +144,7 @@ class Measuring(Part):
         self._head = self._head_tokens = 0
         self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._is_partial = False  # some of it could not be counted
-        if not step.arguments.training:
+        if not step.batch.training:
             return False
         # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
         return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))

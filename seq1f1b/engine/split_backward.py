@@ -50,7 +50,7 @@ class WeightGradients(Part):
         self.serves = "" if self._may_add else "W"
 
     def start(self, step: StageStep) -> bool:
-        self.adds = self._may_add and step.arguments.training
+        self.adds = self._may_add and step.batch.training
         self.left: dict[int, int] = {}
         self.added: dict[int, int] = {}
         self._held: dict[int, bool] = {}  # whether somebody holds the node of a weight, by the weight's id

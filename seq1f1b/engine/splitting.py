@@ -40,6 +40,8 @@ TokenPart: TypeAlias = tuple[int, int]
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
     """Returns k segments of a tensor, tuple or dict of tensors, or this part of each; repeats other values."""
 
+    rank, num_parts = part
+
     def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)
         if tensor.dim() <= dim or tensor.size(dim) != length:
@@ -47,9 +49,9 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: 
                 f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens to split into "
                 "segments"
             )
-        return list(torch.split(tensor, own, dim)[part[0] :: part[1]])
+        return list(torch.split(tensor, every, dim)[rank::num_parts])
 
-    own = list(sizes) if part[1] == 1 else part_sizes(sizes, part)
+    every = list(sizes) if num_parts == 1 else part_sizes(sizes, part)
     return taken_apart(value, len(sizes), name, cut)
 
 
@@ -115,7 +117,7 @@ def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
 
 def sequence_length(inputs: Any, dim: int) -> int:
     """Tokens of the first tensor among the first micro-batch's positional arguments."""
-    first = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) else inputs
+    first = inputs
     while isinstance(first, (tuple, list)) and first:
         first = first[0]
     if not isinstance(first, Tensor):

@@ -58,6 +58,7 @@ class RankGroup(OfOneProcess, ABC):
         self._acknowledged = False  # this rank's user has seen the standing failure
         self._own_text = ""  # of an error of this rank
         self._met_failure: Failure | None = None  # instead of meeting all ranks
+        self.hangup_fds = [-1] * size  # by rank, descriptors that tell of a dead peer; -1: there is none
         self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
         self._peers: dict[Edge, int] = {}
@@ -149,13 +150,13 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_begin_step(self.group, self.step)
         return self.step
 
-    def finish_units(self, last_rank: int) -> None:
-        """Ends the units of a training step once those of ``last_rank``, on which backwards end, have ended as well.
+    def finish_units(self, first_stage_rank: int) -> None:
+        """Ends the units of a training step once those of the first stage's rank, on which backwards end, have ended.
 
         So no rank leaves a step well, and updates its weights, if the last backwards fail. The wait costs nothing: the
-        next step needs ``last_rank`` first, too.
+        next step needs that rank first, too.
         """
-        _C.group_finish_step(self.group, last_rank, self._hangup_fds()[last_rank])
+        _C.group_finish_step(self.group, first_stage_rank, self.hangup_fds[first_stage_rank])
 
     def end_step(self, failed: bool) -> None:
         """Leaves a step. Does not wait for the others.
@@ -281,7 +282,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
-        fds = array("i", self._hangup_fds())
+        fds = array("i", self.hangup_fds)
         try:
             return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
@@ -289,9 +290,6 @@ class RankGroup(OfOneProcess, ABC):
             if passed is None:
                 raise
             raise self._will_not_meet(Failure(*passed)) from error
-
-    def _hangup_fds(self) -> list[int]:
-        return [-1] * self.size
 
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
         """Everyone's bytes, of any length: the first round carries the lengths."""
