@@ -63,14 +63,12 @@ def read_documents(kwargs: Sequence[dict[str, Any]], rows: Sequence[Sequence[int
         kwargs: by cell. Arguments named ``doc_ids`` are read if they are int32, the dtype of the op.
         rows: tokens of the segments of every micro-batch.
     """
-    cells, found = iter(kwargs), list[list[Tensor]]()
+    cells = iter(kwargs)
     for sizes in rows:
         given = [next(cells).get("doc_ids") for _ in sizes]
         ids = [each for each, size in zip(given, sizes, strict=True) if _is_read(each, size)]
         if len(ids) == len(sizes):
-            found.append(ids)
-    if found:
-        _layout.learn(found)
+            _layout.learn(ids)
 
 
 def _is_read(ids: Any, size: int) -> TypeGuard[Tensor]:
