@@ -134,10 +134,8 @@ def seconds_of(source: Any, span: Span) -> Any:
     """Returns tables of the units over a span of arrays, of any rows, as a ``PassSeconds``: arrays [stage, unit].
 
     source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
-    equal
-        for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)`` those of
-        a
-        vocabulary over the ranks.
+        equal for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)``
+        those of a vocabulary over the ranks.
     """
     by_kind = [[seconds + 0.0 * span.tokens for seconds in found] for found in source.seconds(span)]
     return PassSeconds._make(np.array(tables)[list(source.kinds)] for tables in zip(*by_kind, strict=True))

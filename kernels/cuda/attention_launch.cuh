@@ -15,10 +15,6 @@
 namespace s1f
 {
 
-#define S1F_HEADS(element, dtype, head_dim) {dtype, head_dim},
-constexpr s1f_cuda_heads attention_heads[] = {S1F_ATTENTION_HEADS(S1F_HEADS)};
-#undef S1F_HEADS
-
 inline int64_t round_up(int64_t x, int64_t multiple)
 {
     return (x + multiple - 1) / multiple * multiple;

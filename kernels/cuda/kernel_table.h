@@ -12,16 +12,11 @@
 
 #define S1F_CUDA_INVALID_VALUE 1 /* the cudaError_t of arguments that no kernel takes */
 
-typedef struct {             /* what the kernels of an operation take */
-    int32_t dtype, head_dim; /* as in dtype.h; head_dim 0: any multiple of 8 */
-} s1f_cuda_heads;
-
 typedef struct {
-    int32_t abi, num_heads;
+    int32_t abi;
     const char *source;        /* sha256 of the code of the .cu and of what it includes, and of the compiler's flags */
     const char *compiler;      /* "13.0.88" */
     const char *architectures; /* "sm_80 sm_90 compute_80" */
-    const s1f_cuda_heads *heads;
     /* Bytes of device memory that the launch needs of its caller, 16-byte aligned; minus the cudaError_t where it would
      * fail. Follows no pointer. */
     int64_t (*scratch_bytes)(const void *arguments);
@@ -37,17 +32,10 @@ typedef struct {
 #define S1F_CUDA_COMPILER ""
 #define S1F_CUDA_ARCHITECTURES ""
 #endif
-#define S1F_CUDA_OPERATION(operation, heads, scratch_bytes, launch, error_text)                                        \
+#define S1F_CUDA_OPERATION(operation, scratch_bytes, launch, error_text)                                               \
     extern "C" __attribute__((visibility("default"))) const s1f_cuda_operation s1f_cuda_##operation;                   \
-    const s1f_cuda_operation s1f_cuda_##operation = {S1F_CUDA_ABI,                                                     \
-                                                     (int32_t)(sizeof(heads) / sizeof((heads)[0])),                    \
-                                                     S1F_CUDA_SOURCE,                                                  \
-                                                     S1F_CUDA_COMPILER,                                                \
-                                                     S1F_CUDA_ARCHITECTURES,                                           \
-                                                     heads,                                                            \
-                                                     scratch_bytes,                                                    \
-                                                     launch,                                                           \
-                                                     error_text}
+    const s1f_cuda_operation s1f_cuda_##operation = {                                                                  \
+        S1F_CUDA_ABI, S1F_CUDA_SOURCE, S1F_CUDA_COMPILER, S1F_CUDA_ARCHITECTURES, scratch_bytes, launch, error_text}
 #endif
 
 #endif

@@ -167,4 +167,4 @@ int32_t launch_backward(const void *arguments, void *stream)
 
 } // namespace
 
-S1F_CUDA_OPERATION(attention_backward, attention_heads, scratch_bytes, launch_backward, s1f::error_text);
+S1F_CUDA_OPERATION(attention_backward, scratch_bytes, launch_backward, s1f::error_text);

@@ -80,4 +80,4 @@ int32_t launch_forward(const void *arguments, void *stream)
 
 } // namespace
 
-S1F_CUDA_OPERATION(attention_forward, attention_heads, scratch_bytes, launch_forward, s1f::error_text);
+S1F_CUDA_OPERATION(attention_forward, scratch_bytes, launch_forward, s1f::error_text);

@@ -22,8 +22,6 @@ ALL(ENTRY)
 namespace
 {
 
-constexpr s1f_cuda_heads heads[] = {{S1F_BFLOAT16, 0}, {S1F_FLOAT16, 0}};
-
 struct entry {
     int32_t what, dtype;
     int threads, width;
@@ -101,4 +99,4 @@ int32_t launch_parts(const void *arguments, void *stream)
 
 } // namespace
 
-S1F_CUDA_OPERATION(attention_parts, heads, scratch_bytes, launch_parts, s1f::error_text);
+S1F_CUDA_OPERATION(attention_parts, scratch_bytes, launch_parts, s1f::error_text);

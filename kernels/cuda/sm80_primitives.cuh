@@ -19,12 +19,10 @@
 
 #ifdef __CUDACC__
 #define S1F_DEVICE __device__ __forceinline__
-#define S1F_BOTH __host__ __device__ __forceinline__ /* for launchers and kernels */
 #define S1F_UNROLL _Pragma("unroll")
 #define S1F_KEEP_LOOP _Pragma("unroll 1")
 #else
 #define S1F_DEVICE inline
-#define S1F_BOTH inline
 #define S1F_UNROLL
 #define S1F_KEEP_LOOP
 #endif

@@ -10,6 +10,7 @@ makes of them have no version that would tell.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,21 +47,29 @@ class Layout(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def _layout_in(ids: Tensor, tokens: int, device: torch.device) -> Layout | None:
-    """The layout of the last ``tokens``; None if a document's tokens do not follow one another, there or before.
+def _runs_of(ids: Tensor) -> list[list[tuple[int, int]]]:
+    """For each row of a batch its runs of equal ids: the first token and the id. The host waits for the device."""
+    begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+    torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    row, token = begins.nonzero().unbind(1)
+    runs: list[list[tuple[int, int]]] = [[] for _ in ids]
+    for of_row, start, name in torch.stack([row, token, ids[row, token]], 1).tolist():
+        runs[of_row].append((start, name))
+    return runs
 
-    Args:
-        ids: (batch, tokens up to the segment's last), on the host.
-    """
-    rows, offset = [], ids.shape[1] - tokens
-    for of_row in ids:
-        names = torch.unique_consecutive(of_row)
-        if len(names.unique()) < len(names):
+
+def _layout_in(runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: int, like: Tensor) -> Layout | None:
+    """The layout of a segment, on the device of ``like``; None if a document's tokens do not follow one another, there
+    or before."""
+    rows = []
+    for of_row in runs:
+        seen = [(start, name) for start, name in of_row if start < offset + tokens]
+        if len({name for _, name in seen}) < len(seen):
             return None
-        sizes = torch.unique_consecutive(of_row[offset:], return_counts=True)[1]
-        start = int((of_row == of_row[offset]).int().argmax())
-        bounds = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device, non_blocking=True)
-        rows.append(Row(start, int(sizes[0]), int(sizes.max()), bounds))
+        ends = [*(start - offset for start, _ in seen if start > offset), tokens]
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device="cpu").to(like.device, non_blocking=True)
+        longest = max(end - begin for begin, end in itertools.pairwise([0, *ends]))
+        rows.append(Row(seen[-len(ends)][0], ends[0], longest, bounds))
     return Layout(offset, tuple(rows))
 
 
@@ -125,18 +134,14 @@ def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
     return layout
 
 
-def learn(microbatches: Sequence[Sequence[Tensor]]) -> None:
-    """Remembers the layouts of all segments of micro-batches, (batch, tokens) each, by one read of their ids."""
-    whole = torch.cat([torch.cat(list(segments), 1).flatten() for segments in microbatches]).cpu()
-    for segments in microbatches:
-        size = sum(ids.numel() for ids in segments)
-        of_rows, whole = whole[:size].view(len(segments[0]), -1), whole[size:]
-        end = 0
-        for ids in segments:
-            end += ids.shape[1]
-            remember(ids, _layout_in(of_rows[:, :end], ids.shape[1], ids.device))
+def learn(segments: Sequence[Tensor]) -> None:
+    """Remembers the layouts of all segments of a micro-batch, (batch, tokens) each. The host waits for the device."""
+    runs, offset = _runs_of(torch.cat(list(segments), 1)), 0
+    for ids in segments:
+        remember(ids, _layout_in(runs, offset, ids.shape[1], ids))
+        offset += ids.shape[1]
 
 
 def read(key_docs: Tensor, tokens: int) -> Layout | None:
     """The layout of the last ``tokens`` of all. The host waits for the device."""
-    return _layout_in(key_docs.cpu(), tokens, key_docs.device)
+    return _layout_in(_runs_of(key_docs), key_docs.shape[1] - tokens, tokens, key_docs)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
-from seq1f1b.placement import compute_stream, free_bytes
+from seq1f1b.placement import compute_stream
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
 from seq1f1b.transport.restart import QUEUES
@@ -154,7 +154,7 @@ class DeviceEdges:
     """
 
     driver: str | None = None  # library; None: the system's libcuda
-    proof_bytes = (64 << 20) - 1  # unaligned, and as long as messages of a long sequence
+    proof_bytes = (32 << 20) - 1  # unaligned, and as long as messages of a long sequence
     proof_limit_s = 20.0  # for one message, or one connection
 
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
@@ -187,10 +187,6 @@ class DeviceEdges:
     def identity(self) -> str:
         """The kind of the GPU, and after a space what no other one has."""
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
-
-    def free_bytes(self) -> int:
-        """Memory that the GPU has left."""
-        return free_bytes(self.device)
 
     def place_views(self) -> Callable[..., Any]:
         return functools.partial(place_views, gpu=self.ordinal())
@@ -298,13 +294,10 @@ class Proof:
         texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
         self._texts: dict[Edge, str] = {}
         self._ranks: dict[Edge, set[int]] = {}  # at an edge
-        self._bytes: dict[Edge, int] = {}  # of its message: what both of its ranks have room for
-        room = self._edges.free_bytes() // 2 // max(1, len(texts))
-        for rank, (theirs, free) in enumerate(self._group.all_gather_object((texts, room))):
+        for rank, theirs in enumerate(self._group.all_gather_object(texts)):
             self._texts |= theirs
             for edge in theirs:
                 self._ranks.setdefault(edge, set()).add(rank)
-                self._bytes[edge] = max(1, min(self._bytes.get(edge, self._edges.proof_bytes), free))
         for way in self._ways:
             mine = [edge for edge in sorted(self._controls) if edge not in self._ends]
             mine = [edge for edge in mine if self._group.transport_to(self._group.peer_of(edge)) in way.over]
@@ -339,6 +332,7 @@ class Proof:
         ends: dict[Edge, Any] = {}
         seconds: dict[Edge, float] = {}
         kept: list[Tensor] = []  # until nothing is under way
+        size = self._edges.proof_bytes
 
         def offer(edge: Edge) -> None:
             offers[edge] = way.offer()
@@ -348,7 +342,7 @@ class Proof:
 
         def move(edge: Edge) -> None:
             _C.group_progress(self._group.group, "the proof of an edge")
-            size, known = self._bytes[edge], self._known_bytes(way, edge)
+            known = self._known_bytes(way, edge)
             if not self._is_receiver[edge]:
                 kept.append(known.to(self._edges.device))
                 seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
@@ -364,7 +358,7 @@ class Proof:
             offers |= theirs
         self._each(edges, make)
         self._each(edges, lambda edge: _C.device_end_connect(ends[edge]))
-        self._each(receives, lambda edge: _C.edge_proof_post(ends[edge], self._bytes[edge]))
+        self._each(receives, lambda edge: _C.edge_proof_post(ends[edge], size))
         for part in (sends, receives) if way.is_one_sided else _rounds_of(self._ranks):
             self._each([edge for edge in edges if edge in part], move)
         self._look_for_stuck(way, ends, kept)
@@ -373,10 +367,8 @@ class Proof:
         everyones = self._group.all_gather_object(seconds)
         for edge in ends:
             took = [theirs[edge] for theirs in everyones if edge in theirs]
-            rate = self._bytes[edge] / max(1e-9, sum(took) if way.is_one_sided else max(took))
+            rate = size / max(1e-9, sum(took) if way.is_one_sided else max(took))
             why = ["the first that proved itself" if self._is_free else "asked for", *self._reasons.get(edge, [])]
-            if self._bytes[edge] < self._edges.proof_bytes:
-                why.append(f"proven with {self._bytes[edge]} bytes, as memory is short")
             self._chosen[edge] = (way.name, rate, "; ".join(why))
         self._ends |= ends
         self._group.end_step(failed=False)
@@ -384,8 +376,9 @@ class Proof:
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """The message: each edge and way has bytes of its own, so that what another one left is not taken for it."""
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
-        words = torch.empty(self._bytes[edge] // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
-        return words.view(torch.uint8)[: self._bytes[edge]]
+        size = self._edges.proof_bytes
+        words = torch.empty(size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
+        return words.view(torch.uint8)[:size]
 
     def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
         """Ends what has failed. Raises, on every rank, if a transfer cannot be ended."""

@@ -31,10 +31,11 @@ LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
 ATTENTION = ("attention_forward", "attention_backward")
 PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
 USES = {
-    **dict.fromkeys(ATTENTION, "for documents and soft caps"),
-    PARTS: "for results over ranges of keys, which are merged and added up",
+    **dict.fromkeys(ATTENTION, "for documents and soft caps, heads of 64 and 128"),
+    PARTS: "for results over ranges of keys, which are merged and added up, heads of a multiple of 8",
 }
 OPERATIONS = tuple(USES)
+HEADS = (64, 128)  # sizes that the kernels of attention take
 CODES = {getattr(torch, name): code for code, name in kernel_tables.DTYPES.items()}
 
 
@@ -98,7 +99,7 @@ def choose(name: str, q: Tensor) -> Operation | None:
     """
     found = wanted(name, q.device)
     adds_in_order = name == ATTENTION[0] or not torch.are_deterministic_algorithms_enabled()
-    if found is None or not _has_heads(found, q) or not adds_in_order:
+    if found is None or q.dtype not in DTYPES or q.shape[3] not in HEADS or not adds_in_order:
         return None
     if preference():
         return found
@@ -135,15 +136,11 @@ def can_run(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def _has_heads(operation: Operation, q: Tensor) -> bool:
-    return (DTYPES.get(q.dtype), q.shape[3]) in operation.heads
-
-
 def warn_of_products(name: str, q: Tensor) -> None:
     """Warns once where no kernel takes what goes by matrix products, although the device could run ours."""
     found = wanted(name, q.device)
-    has_none = found is None and not LIBRARY.exists()
-    if not preference() and can_run(q.device) and (has_none or (found is not None and not _has_heads(found, q))):
+    has_none = not LIBRARY.exists() if found is None else q.shape[3] not in HEADS
+    if not preference() and can_run(q.device) and has_none:
         _warn_of_products(found is not None, DTYPES[q.dtype], q.shape[3])
 
 
@@ -229,12 +226,8 @@ def describe() -> list[str]:
         return [f"own CUDA kernels: unusable, torch's ops instead: {error}"]
     if not found:
         return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
-    lines = []
-    for operation in found.values():
-        heads = [f"{dtype} d{head_dim or ' a multiple of 8'}" for dtype, head_dim in sorted(operation.heads)]
-        lines.append(
-            f"own CUDA kernels {operation.name}: {', '.join(heads)}; {operation.architectures}, nvcc "
-            f"{operation.compiler}; {USES[operation.name]}, on each GPU of Ampere or later that passes a check at the "
-            "first use"
-        )
-    return lines
+    return [
+        f"own CUDA kernels {operation.name}: {operation.architectures}, nvcc {operation.compiler}; "
+        f"{USES[operation.name]}, on each GPU of Ampere or later that passes a check at the first use"
+        for operation in found.values()
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,6 @@ class Operation(NamedTuple):
     """A launcher and its kernels.
 
     Attributes:
-        heads: dtypes and head sizes that the kernels take; size 0 stands for any multiple of 8.
         scratch_bytes: bytes of the device that a launch with these arguments needs; minus the error where it would
             fail.
         call: launches on a stream, by arguments and stream; the error.
@@ -39,7 +38,6 @@ class Operation(NamedTuple):
     source: str  # sha256 of the code that it was compiled from, comments left out
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
-    heads: frozenset[tuple[str, int]]
     scratch_bytes: Callable[[bytes], int]
     call: Callable[[bytes, int], int]
     error_text: Callable[[int], bytes]
@@ -54,15 +52,10 @@ class Operation(NamedTuple):
             raise kind(f"CUDA error {error}: {self.error_text(error).decode()}")
 
 
-class _Heads(ctypes.Structure):
-    _fields_ = [("dtype", c_int32), ("head_dim", c_int32)]
-
-
 class _Operation(ctypes.Structure):
     _fields_ = [
-        ("abi", c_int32), ("num_heads", c_int32),
+        ("abi", c_int32),
         ("source", c_char_p), ("compiler", c_char_p), ("architectures", c_char_p),
-        ("heads", POINTER(_Heads)),
         ("scratch_bytes", ctypes.CFUNCTYPE(c_int64, c_char_p)),
         ("launch", ctypes.CFUNCTYPE(c_int32, c_char_p, c_void_p)),
         ("error_text", ctypes.CFUNCTYPE(c_char_p, c_int32)),
@@ -82,5 +75,4 @@ def find(path: Path, name: str) -> Operation:
             f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again"
         )
     source, compiler, architectures = (text.decode() for text in (found.source, found.compiler, found.architectures))
-    heads = frozenset((DTYPES[row.dtype], row.head_dim) for row in found.heads[: found.num_heads])
-    return Operation(name, source, compiler, architectures, heads, found.scratch_bytes, found.launch, found.error_text)
+    return Operation(name, source, compiler, architectures, found.scratch_bytes, found.launch, found.error_text)

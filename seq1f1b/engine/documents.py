@@ -40,7 +40,7 @@ class AskingForDocuments(Part):
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
-        count = self._step.arguments.documents[unit.microbatch]
+        count = self._step.batch.documents[unit.microbatch]
         _C.unit_set_documents(count)
         yield
         carries = unit.carried_in is not None or unit.carried_out is not None
@@ -51,8 +51,8 @@ class AskingForDocuments(Part):
     def _is_told(self, unit: LiveUnit) -> bool:
         """Returns whether the stage gets any tensor, beside tokens or hidden states, that may tell documents apart."""
         given: list[Any] = [*self._step.kwargs_of(unit).values()]
-        if self._step.stage.is_first and self._step.arguments.inputs is not None:
-            given += self._step.arguments.inputs[unit.cell][1:]
+        if self._step.stage.is_first and self._step.batch.inputs is not None:
+            given += self._step.batch.inputs[unit.cell][1:]
         return any(tensors_of(value) for value in given)
 
 
@@ -63,14 +63,12 @@ def read_documents(kwargs: Sequence[dict[str, Any]], rows: Sequence[Sequence[int
         kwargs: by cell. Arguments named ``doc_ids`` are read if they are int32, the dtype of the op.
         rows: tokens of the segments of every micro-batch.
     """
-    cells, found = iter(kwargs), list[list[Tensor]]()
+    cells = iter(kwargs)
     for sizes in rows:
         given = [next(cells).get("doc_ids") for _ in sizes]
         ids = [each for each, size in zip(given, sizes, strict=True) if _is_read(each, size)]
         if len(ids) == len(sizes):
-            found.append(ids)
-    if found:
-        _layout.learn(found)
+            _layout.learn(ids)
 
 
 def _is_read(ids: Any, size: int) -> TypeGuard[Tensor]:

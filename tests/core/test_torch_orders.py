@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from core_extension import core
 from orders import random_order
+from slices import full_only
 
 from seq1f1b import _C, Schedule, ScheduleError, build_schedule, schedules
 from seq1f1b.schedule import families
@@ -101,19 +102,13 @@ def check(schedule: Schedule, case: object) -> None:
     assert messages_of_torch(lowered, "RECV") == ours, case
 
 
+@pytest.mark.parametrize("most", [20, *full_only((10**6,))])
 @pytest.mark.parametrize("name", schedules())
-def test_slice_of_grid(name: str) -> None:
-    """At most some 20 orders of each family, evenly from the grid."""
+def test_grid(name: str, most: int) -> None:
+    """So many orders of each family, evenly from the grid."""
     cases = list(small_counts(name))
     assert cases
-    for counts in cases[:: len(cases) // 20 + 1]:
-        check(build_schedule(name, **counts), (name, counts))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", schedules())
-def test_whole_grid(name: str) -> None:
-    for counts in small_counts(name):
+    for counts in cases[:: len(cases) // most + 1]:
         check(build_schedule(name, **counts), (name, counts))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from orders import random_order, small_schedule
+from slices import full_only
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, Unit, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
@@ -142,15 +143,9 @@ def check_spread(seed: int) -> None:
         assert max(run.busy) <= run.makespan * (1 + 1e-9) and run.makespan <= sum(run.busy) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("offset", range(4))
-def test_spread_by_some_random_costs(offset: int) -> None:
-    for seed in range(offset, 200, 4):
-        check_spread(seed)
-
-
-@pytest.mark.full
-def test_spread_by_2000_random_costs() -> None:
-    for seed in range(2000):
+@pytest.mark.parametrize("seeds", [*(range(part, 200, 4) for part in range(4)), *full_only((range(2000),))], ids=str)
+def test_spread_by_random_costs(seeds: range) -> None:
+    for seed in seeds:
         check_spread(seed)
 
 

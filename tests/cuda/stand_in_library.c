@@ -22,8 +22,6 @@ static const char *error_text(int32_t error)
     return error == 35 ? "no driver" : "bad value";
 }
 
-static const s1f_cuda_heads heads[] = {{S1F_BFLOAT16, 64}, {S1F_FLOAT16, 128}};
-
 const s1f_cuda_operation OPERATION = {
-    VERSION, 2, "5a", "13.0.88", "sm_80 sm_90 compute_80", heads, scratch_bytes, launch, error_text,
+    VERSION, "5a", "13.0.88", "sm_80 sm_90 compute_80", scratch_bytes, launch, error_text,
 };

@@ -237,15 +237,6 @@ def test_edges_of_several_ways_train_one_model() -> None:
     assert stand_in().complaints() == []
 
 
-def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandInEdges, "room", 40_000)
-    found = settle()
-    assert found.errors == ["", ""] and found.warned == []
-    assert all("proven with 10000 bytes, as memory is short" in why for whys in found.whys for why in whys)
-    stand_in().damage("cuMemcpyAsync", 10_000, CORRUPT)  # the message is of that size
-    assert "1 of 10000 bytes arrived wrong" in settle().warned[0]
-
-
 def test_a_place_without_memory_asks_torch_for_what_it_holds_free(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from replicas import take_head
 from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
@@ -238,18 +239,6 @@ def test_sum_reduction_global_count_and_unscaled_gradients():
             assert abs(float(sum(results[1][0])) - float(total.detach())) < 1e-9
 
 
-class HeadLoss(nn.Module):
-    """The head inside the loss: logits of one segment at a time."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocab)
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(self.head(self.norm(hidden)), target)
-
-
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_head_inside_the_loss(recompute):
     config = Config()
@@ -259,11 +248,7 @@ def test_head_inside_the_loss(recompute):
 
     def run(group):
         stage = stage_of(model, config, group.rank, 2)
-        loss_fn = None
-        if group.rank == 1:
-            loss_fn = HeadLoss(config).double()
-            loss_fn.norm, loss_fn.head = stage.norm, stage.head
-            del stage.norm, stage.head
+        loss_fn = take_head(stage) if group.rank == 1 else None
         engine = engine_of(stage, group, 3, 4, loss_fn=loss_fn, memory=Memory(recompute=recompute))
         found, report = engine.step(tokens, target=target), engine.report()
         norm = engine.clip_grad_norm_(1e9)

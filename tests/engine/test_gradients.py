@@ -11,7 +11,7 @@ import pytest
 import torch
 from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order
 from orders import random_order, with_recomputation
-from slices import whole
+from slices import full_only, whole
 from tiny_model import batch, gradient_error, run_whole, whole_model
 from torch import nn
 from wide_products import wide_products
@@ -33,7 +33,12 @@ WAYS = {  # of the model, of the order, the dtype, whether layers add their prod
 }
 
 
-def check(name, P, M, k, v, uneven, way):
+FEW = [(*case, way) for number, way in enumerate(WAYS) for case in few_cases(number)]
+ALL = full_only(*((*case, way) for way in WAYS for case in whole(all_cases())))
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven", "way"), FEW + ALL)
+def test_families_and_features(name, P, M, k, v, uneven, way):
     """No further from the whole model in float64 than the same model run whole by torch in this dtype."""
     of_model, of_order, dtype, adds, *spreads = WAYS[way]
     config, steps = replace(CONFIG, **of_model), 2 if dtype == torch.float64 else 1
@@ -67,21 +72,6 @@ def check(name, P, M, k, v, uneven, way):
             live, planned = stage.peak_live_units, stage.planned_live_units
             assert live <= planned if schedule.fills else live == planned
             assert schedule.fills or stage.peak_live_tokens == stage.planned_live_tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "P", "M", "k", "v", "uneven", "way"),
-    [(*case, way) for number, way in enumerate(WAYS) for case in few_cases(number)],
-)
-def test_slice_of_grid(name, P, M, k, v, uneven, way):
-    check(name, P, M, k, v, uneven, way)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), whole(all_cases()))
-def test_whole_grid(name, P, M, k, v, uneven, way):
-    check(name, P, M, k, v, uneven, way)
 
 
 def random_orders(kind, count):

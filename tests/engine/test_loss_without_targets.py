@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from slices import full_only
 from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -137,15 +138,9 @@ def check_variant(seed: int) -> None:
         torch.testing.assert_close(added, wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_some_random_variants(part: int) -> None:
-    for seed in range(part, 200, 20):
-        check_variant(seed)
-
-
-@pytest.mark.full
-def test_200_random_variants() -> None:
-    for seed in range(200):
+@pytest.mark.parametrize("seeds", [*(range(part, 200, 20) for part in range(4)), *full_only((range(200),))], ids=str)
+def test_random_variants(seeds: range) -> None:
+    for seed in seeds:
         check_variant(seed)
 
 

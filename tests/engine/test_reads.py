@@ -241,5 +241,5 @@ def test_documents_are_read_before_the_units(
             results.append([*losses, *(p.grad for p in engine.parameters())])
     units = sum(map(len, sizes))
     assert of_steps[0][0] >= units  # and those of its look at the model
-    assert of_steps[1:] == [(units if anew else 0, 1 if anew else 2)] * 2
+    assert of_steps[1:] == [(units if anew else 0, 1 + 2 * len(sizes))] * 2  # two for each micro-batch
     assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))

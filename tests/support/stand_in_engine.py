@@ -17,7 +17,6 @@ from seq1f1b.transport.edges import place_views
 
 class StandInEdges(DeviceEdges):
     proof_bytes = (1 << 16) - 1
-    room = 1 << 30  # bytes
 
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
@@ -44,9 +43,6 @@ class StandInEdges(DeviceEdges):
 
     def warm(self) -> None:
         """Nothing: kernels are torch's on the CPU."""
-
-    def free_bytes(self) -> int:
-        return self.room
 
     def place_views(self) -> Any:
         return place_views
