@@ -71,10 +71,8 @@ class DocumentBatches(Sampler[PlannedStep]):
     Raises:
         ValueError: a document is empty, or so long that a step of one document for each replica exceeds its tokens: the
             error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
-            range.
-            While iterating: an argument that ``plan_step`` refuses, a last step of fewer documents than replicas, and
-                an
-            epoch without a step.
+            range. While iterating: an argument that ``plan_step`` refuses, a last step of fewer documents than
+            replicas, and an epoch without a step.
 
     Attributes:
         cost: costs by which the next steps are planned: the given ones, or, once an engine's units are measured,

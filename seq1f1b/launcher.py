@@ -43,9 +43,9 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
     them.
 
     Each process has the default process group and torchrun's environment variables, with
-    ``torch.distributed.get_rank()`` from 0 on. The processes share the cores, unless ``OMP_NUM_THREADS`` is set. Output
-    of a rank comes out here, line by line behind its rank: ``[rank 1] ...``. The ranks end with the launching process,
-    however it ends, and get its SIGTERM and its interruption by Ctrl-C.
+    ``torch.distributed.get_rank()`` from 0 on. The processes share the cores, unless ``OMP_NUM_THREADS`` is set. A
+    rank's output comes out here, line by line behind the rank: ``[rank 1] ...``. The ranks end with the launching
+    process, and get its SIGTERM and its interruption by Ctrl-C.
 
     Calls from a script stand under ``if __name__ == "__main__":``, because the processes import the script. In a
     notebook the processes are forked, with one thread each: call ``launch`` before a backward has run in the notebook's
@@ -56,12 +56,12 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
         arguments: copied to every process.
         backend: of the process group.
     Returns:
-        results of ``fn``, by rank; they must be picklable. None for a rank that left by ``sys.exit()``.
+        picklable results of ``fn``, by rank; None for a rank that left by ``sys.exit()``.
     Raises:
         ValueError: num_ranks is below 1, or fn cannot be sent to another process.
-        Exception: the first error of a rank, with its traceback there; the other processes are ended.
-        RuntimeError: a process was killed, left with another exit code than 0, or returned a value that cannot be sent;
-            or a script calls this without the guard above.
+        Exception: the first error of a rank, with its traceback there; other processes are ended.
+        RuntimeError: a process was killed, left with an exit code other than 0, or returned an unpicklable value; or a
+            script calls ``launch`` without the guard above.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, must be at least 1")

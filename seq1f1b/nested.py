@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value."""
+    """Returns the tensors of a value."""
     if isinstance(value, Tensor):
         return [value]
     items: Iterable[Any] = value if isinstance(value, (tuple, list)) else ()

@@ -25,7 +25,7 @@ class PieceCosts(Protocol):
     """A model's measured costs, for instance a :class:`seq1f1b.planning.profile.Profile`."""
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
-        """Seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
+        """Returns seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
 
 
 class LayerKind(NamedTuple):
@@ -126,7 +126,7 @@ class ModelShape(NamedTuple):
     pattern: tuple[int, ...] = ()
 
     def flops(self, begin: int, end: int) -> float:
-        """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
+        """Returns forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
 
         A backward pass costs twice as much at every position. Norms, rotary positions, the router of experts and the
         embedding look-up are left out.
@@ -239,7 +239,7 @@ def _flops_of(model: ModelShape) -> tuple[float, float]:
 
 
 def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
-    """A shape from named fields; errors begin with ``name``."""
+    """Returns a shape from named fields; errors begin with ``name``."""
     shape = load(ModelShape, data, name)
     check_model(shape, name)
     return shape

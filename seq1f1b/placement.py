@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def common_device(modules: Sequence[Any]) -> torch.device:
-    """The device of the parameters of a rank's stages; the CPU if there are none. Parts on meta are never run."""
+    """Returns the device of a rank's parameters; the CPU if there are none. Parts on meta are never run."""
     devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
     devices = devices - {torch.device("meta")} or devices
     if len(devices) > 1:

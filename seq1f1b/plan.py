@@ -84,7 +84,7 @@ class _File:
     """A value that can be written to a file and read back."""
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Returns the text of the file."""
         raise NotImplementedError
 
     @classmethod
@@ -126,11 +126,11 @@ class TunedOrder(_File):
     weights: str = "planned"
 
     def build(self) -> Schedule:
-        """The order."""
+        """Returns the order."""
         return _order_of(self, weights=self.weights)
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Returns the text of the file."""
         return json.dumps({"format": _TUNED_FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
@@ -146,7 +146,7 @@ class TunedOrder(_File):
         return found
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``PipelineEngine``."""
+        """Returns keyword arguments of ``PipelineEngine``."""
         return {
             "schedule": self.build(),
             "num_microbatches": self.num_microbatches,
@@ -247,14 +247,14 @@ class Plan(_File):
         return tuple(self.cap - peak for peak in self.peak)
 
     def build(self) -> Schedule:
-        """The order."""
+        """Returns the order."""
         order = _order_of(self, prefetch=self.prefetch)
         if self.spread:
             order = order.spread_vocabulary(costs=Costs(**self.spread), embedding=True)
         return order.with_cell_kinds(self.units) if self.units else order
 
     def to_json(self) -> str:
-        """The text of a plan file."""
+        """Returns the text of a plan file."""
         return json.dumps({"format": _FORMAT, **asdict(self), "model": self.model._asdict()}, indent=1)
 
     @classmethod

@@ -55,7 +55,7 @@ class Proofs:
         self.results: dict[Use, bool] = {}
 
     def holds(self, use: Use, prove: Callable[[], None]) -> bool:
-        """Whether the kernel has proven itself, now or before.
+        """Returns whether the kernel has proven itself, now or before.
 
         While a CUDA graph is captured, or another thread's check takes long, an unproven kernel is not to be used; a
         later call finds out.

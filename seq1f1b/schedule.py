@@ -113,15 +113,12 @@ class Schedule:
         Args:
             prefetch: receive places of an edge beyond the most that the order needs at once; a sender without a free
                 place waits. More places are never slower. None: by time: as many as let no sender wait if units take
-                    the
-                seconds of ``costs`` and messages come at once, and at least one. Each waiting message belongs to a unit
-                that one of the two stages holds anyway, and is small beside the unit's saved tensors. ``...``:
+                the seconds of ``costs`` and messages come at once, and at least one. Each waiting message belongs to a
+                unit that one of the two stages holds anyway, and is small beside the unit's saved tensors. ``...``:
                 unchanged.
             costs: seconds of units and messages by which places are counted if ``prefetch`` is None; equal on all
-                ranks.
-                None: the costs for which the order was built (options ``costs`` and ``transfer`` of its family), else
-                    F, I,
-                W and R take 1 and B takes 2.
+                ranks. None: the costs for which the order was built (options ``costs`` and ``transfer`` of its family),
+                else F, I, W and R take 1 and B takes 2.
             weights: when weight gradients are made. ``"planned"``: at W's place in the order. ``"fill"``: also while a
                 rank waits for a message, product by product and in the order's own sequence, so gradients are bit-equal
                 from run to run; at the latest at W's place, so memory stays as planned. The engine runs an order of
@@ -366,8 +363,7 @@ class Schedule:
             costs: the new units stand where each rank can run them first.
         Raises:
             ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; or
-                ``ahead``
-                is so large that ranks would wait for each other, for a B behind forwards that went ahead.
+                ``ahead`` is so large that ranks would wait for each other, for a B behind forwards that went ahead.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
@@ -483,7 +479,7 @@ class Schedule:
         return memory_of(self, memory, costs.links)
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
-        """Most tokens that the live units of each rank have at once.
+        """Returns the most tokens that live units of each rank have at once.
 
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
@@ -568,8 +564,7 @@ def build_schedule(
             go forward by their numbers and back in reverse, as in every other family.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, if the backward is split: W go where
             these leave bubbles; the order is never worse under them than the order for equal costs. ``"auto"`` takes
-            the
-            whole order from them, and is never worse than a named family within the same cap.
+            the whole order from them, and is never worse than a named family within the same cap.
         parents: micro-batches whose segments are trees: for each micro-batch the segment that each of its segments
             follows, -1 for segment 0, the root, and a lower number than the segment's own for all others; None for a
             micro-batch whose segments follow each other. F of a segment runs after F of its parent, its backward after

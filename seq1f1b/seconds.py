@@ -135,10 +135,8 @@ def seconds_of(source: Any, span: Span) -> Any:
     list.
 
     source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
-    equal
-        for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)`` those of
-        a
-        vocabulary over the ranks.
+        equal for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)``
+        those of a vocabulary over the ranks.
     """
     zeros = 0.0 * span.tokens  # makes arrays of numbers that are the same for all
     by_kind = [[(seconds + zeros).tolist() for seconds in found] for found in source.seconds(span)]

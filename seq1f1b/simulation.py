@@ -280,7 +280,7 @@ def simulated(
 
 
 def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
-    """Seconds of every unit, rank after rank."""
+    """Returns the seconds of every unit, rank after rank."""
     counts = schedule._num_units
     if len(rows) != len(counts):
         raise ValueError(f"durations hold {len(rows)} ranks, the schedule has {len(counts)}")

@@ -130,7 +130,7 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
-    """First start and last end."""
+    """Returns the first start and the last end."""
     if not any(timeline):
         raise ValueError("the timeline holds no unit")
     begin = min(start for track in timeline for _, start, _ in track)

@@ -44,7 +44,7 @@ def to_csv(order: Schedule) -> str:
 
 
 def from_csv(text: str, num_segments: int) -> list[list[Unit]]:
-    """Units of every rank in run order, for :meth:`seq1f1b.Schedule.from_csv`."""
+    """Returns the units of every rank in run order, for :meth:`seq1f1b.Schedule.from_csv`."""
     if not 1 <= num_segments <= _MOST:
         raise ValueError(f"num_segments is {num_segments}, must be at least 1 and at most {_MOST}")
     lines = [list(_units(line, number, num_segments)) for number, line in enumerate(text.split("\n"), 1)]

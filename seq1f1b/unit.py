@@ -75,7 +75,7 @@ class ProgramEdge(NamedTuple):
 
 
 def edges_of(program: Any) -> list[ProgramEdge]:
-    """The edges of a program, in the core's order."""
+    """Returns the edges of a program, in the core's order."""
     return [ProgramEdge(*edge) for edge in _C.program_edges(program)]
 
 

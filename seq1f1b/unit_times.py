@@ -72,7 +72,7 @@ class MeasuredUnits:
         self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
 
     def seconds(self, span: Span) -> list[PassSeconds]:
-        """A unit over the span, of each stage."""
+        """Returns the seconds of a unit over the span, for each stage."""
         if self._like is None:
             return [_measured(fits, span, _ASSUMED) for fits in self._stages]
         known = self._like.seconds(span)
@@ -80,7 +80,7 @@ class MeasuredUnits:
         return [_measured(fits, span, known[kind]) for fits, kind in kinds]
 
     def shard(self, span: Span) -> ShardSeconds:
-        """The passes of a vocabulary over the ranks: of the mean rank; 0 where there were none."""
+        """Returns the passes of a vocabulary over the ranks: of the mean rank; 0 without measurements."""
         each = ([fit.seconds(span.tokens, span.pairs) for fit in fits] for fits in self._shards)
         return ShardSeconds(*(sum(seconds) / max(1, len(seconds)) for seconds in each))
 

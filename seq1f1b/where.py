@@ -49,7 +49,7 @@ class Row(NamedTuple):
     refusal: str = ""
 
     def state(self, device_type: str, is_several: bool = False) -> State:
-        """The state on machines of a kind.
+        """Returns the state on machines of a kind.
 
         Args:
             device_type: of the stages, "cpu" or "cuda".

@@ -78,7 +78,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
         ValueError: the name was used twice in one segment.
     """
     unit = current()
-    if unit is None or not unit.forward:
+    if unit is None or unit.in_backward:
         return
     if unit.watch is not None:
         unit.watch.noted.add("carries")
@@ -122,7 +122,7 @@ def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
     unit = current()
     if of not in ("segment", "sequence"):
         raise ValueError(f'of is {of!r}, must be "segment" or "sequence"')
-    if unit is None or not unit.forward or not unit.training or not tensor.requires_grad:
+    if unit is None or unit.in_backward or not unit.training or not tensor.requires_grad:
         return
     if of == "sequence" and unit.of_tree:
         raise ValueError(

@@ -169,8 +169,7 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
 
     Args:
         sequence_parallel: (rank, size) if several ranks each hold a part of the segment; the result is then the
-            position
-            of the rank's first token.
+            position of the rank's first token.
     """
     if sequence_parallel is None:
         return _C.token_offset()
@@ -194,8 +193,8 @@ def positions(
 
     Args:
         doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
-            Positions then count within documents, also if these began in an earlier segment, and the result is
-            (batch, tokens).
+            Positions then count within documents, also if these began in an earlier segment, and the result is (batch,
+            tokens).
         sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
     Raises:
         ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
@@ -227,7 +226,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Saves no key and no value: they stay in the KV cache, whose rows the backward reads."""
+    """Attention of one segment, which saves no key and no value: they stay in the KV cache, whose rows B reads.
+
+    A segment's backward adds dK and dV of all earlier segments to their rows of the cache, and returns those of its own
+    rows. These are complete, for the backwards of all later segments of the micro-batch have run before.
+    """
 
     @staticmethod
     def forward(

@@ -33,9 +33,9 @@ def ulysses_attention(
     doc_ids: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
+    """Computes causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
-    Computes the result of :func:`seq1f1b.causal_attention`. Rank r holds part r of the segment, as
+    The result is that of :func:`seq1f1b.causal_attention`. Rank r holds part r of the segment, as
     ``PipelineEngine(sequence_parallel=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then
     holds 1/N of the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2
     heads and 8 ranks, each rank holds one head.
@@ -93,7 +93,7 @@ def _in_parts(t: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Block j goes to rank j; block i of the result came from rank i. So does its gradient, back."""
+    """Sends block j to rank j; block i of the result came from rank i. The gradient goes back the same way."""
     out = collectives.all_to_all_single_autograd(blocks.contiguous(), None, None, group)
     return out.wait() if isinstance(out, collectives.AsyncCollectiveTensor) else out
 

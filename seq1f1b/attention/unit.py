@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -21,11 +20,11 @@ class LiveUnit:
     of_tree = False  # its micro-batch's segments are a tree
     num_parts = 1  # leaves in it
     num_waiting = 1  # segments that follow it and have not gone forward
-    forward = True  # False while B runs: recomputation reads and never writes
+    in_backward = False  # True from the start of B: a block that is recomputed there reads, and carries nothing out
     is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
     leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
     roots: tuple[Any, ...] = ()  # where B starts: losses, or edges of the outputs that were handed over
-    seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
+    seeds: tuple[Tensor, ...] = ()  # gradients of the roots, where these are losses; others come from the next stage
     handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
     outputs: tuple[Tensor, ...] = ()  # kept for the step's last B: DDP finds unused parameters by them
     carried_in: dict[int, Tensor] | None = None
@@ -74,25 +73,16 @@ class LiveUnit:
 
     # -- backward
 
-    def start(
-        self, gradients: Sequence[Tensor | None], auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the roots of the backward, and the gradient of each.
+    def start(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the roots of the backward that have a gradient, and the gradients.
 
         Args:
-            gradients: gradients of the outputs from the next stage; not read if the unit has seeds of its own.
-            auxiliary_seeds: the gradients of an auxiliary loss of the segment, and of one of the sequence.
+            gradients: of the roots, None where there is none. States that later segments carried in are added.
         """
-        roots, seeds = self.roots, self.seeds
-        if seeds is None:
-            seeds = tuple(gradients)  # not the cached views themselves: roots are added below
-            if None in roots or any(g is None for g in gradients):
-                pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
-                roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
-        if self.auxiliary is not None:
-            roots += tuple([loss for loss, _ in self.auxiliary])
-            own = auxiliary_seeds(self)
-            seeds += tuple([torch.full_like(loss, own[is_of_all]) for loss, is_of_all in self.auxiliary])
+        roots, seeds = self.roots, tuple(gradients)
+        if any(root is None or seed is None for root, seed in zip(roots, seeds, strict=True)):
+            pairs = [(r, g) for r, g in zip(roots, seeds, strict=True) if r is not None and g is not None]
+            roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
         if self.carried_out is not None and self.carried_back is not None:
             for name, leaf in self.carried_back.items():
                 state = self.carried_out[name]
@@ -126,7 +116,10 @@ def as_message(tensor: Tensor) -> Tensor:
 
 
 def enter(unit: LiveUnit | None) -> None:
-    """Makes the unit visible to the modules on this thread; the executor says when the unit ends."""
+    """Makes the unit's state visible to the modules on this thread, until the executor says that the unit ends.
+
+    Ops of attention read the rest from C (``csrc/run/current_unit.h``): the unit's offset, and its slot of the cache.
+    """
     _C.unit_set_state(unit)
     if unit is not None and unit.is_whole:
         _C.unit_set_whole()

@@ -83,9 +83,9 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     Tokens lie along ``seq_dim``, as keyword arguments have them that are sliced. Another stage may hand on another
     layout, in which one dimension alone has so many.
     """
-    rules, seq_dim = step.arguments.arg_rules, step.arguments.seq_dim
+    rules, seq_dim = step.batch.arg_rules, step.batch.seq_dim
     kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
-    most = min(_TOKENS, length if length >= FEWEST else sum(step.arguments.rows[unit.microbatch]))
+    most = min(_TOKENS, length if length >= FEWEST else sum(step.batch.rows[unit.microbatch]))
     is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
     tensors = tensors_of((inputs, kwargs))
     if not is_known or not tensors_of(inputs) or most < 2:  # a mask, say: nobody knows what it is for other tokens
@@ -103,7 +103,7 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
 def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> None:
     """Copies what a unit returned for its sample."""
     tensors, length = tensors_of(output), step.lengths[unit.cell]
-    dims = [_tokens_of(tensor, step.arguments.seq_dim, length) for tensor in tensors]
+    dims = [_tokens_of(tensor, step.batch.seq_dim, length) for tensor in tensors]
     known = [(tensor.detach(), dim) for tensor, dim in zip(tensors, dims, strict=True) if dim is not None and dim >= 0]
     if len(known) == len(tensors) > 0 and length >= sum(sample.sizes):
         rows = known[0][0].shape[_row_of(*known[0])]

@@ -41,7 +41,7 @@ class Looking(Part):
         self._known: set[Any] = set()  # kinds of steps that values have told of
 
     def start(self, step: StageStep) -> bool:
-        arguments, stage = step.arguments, step.stage
+        arguments, stage = step.batch, step.stage
         # F0.1, or that of the first micro-batch of several segments.
         several = next((m for m, row in enumerate(arguments.rows) if len(row) > 1), None)
         if several is None:
@@ -69,7 +69,7 @@ class Looking(Part):
             if self._sample is not None:
                 kwargs = self._step.kwargs_of(unit)
                 is_long = sum(self._sample.sizes) >= FEWEST
-                self._kind = self._step.arguments.training, is_long, tuple(sorted(kwargs))
+                self._kind = self._step.batch.training, is_long, tuple(sorted(kwargs))
         is_watched = unit.cell == self._cell and self._kind not in self._known
         return self._watched(unit, inputs) if is_watched else None
 
@@ -80,7 +80,7 @@ class Looking(Part):
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
-        stage, arguments = self._step.stage, self._step.arguments
+        stage, arguments = self._step.stage, self._step.batch
         before = _collectives(stage.group and stage.group.process_group)
         if any(map(is_compiled, stage.modules)):  # it would be traced again
             yield

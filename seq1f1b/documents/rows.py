@@ -112,7 +112,7 @@ def by_paths(
     kwargs: dict[str, Any],
     sliced: Callable[[str], bool],
 ) -> Any:
-    """The outputs of ``run`` for every path alone, laid out as the micro-batch's tokens are.
+    """Runs ``run`` for every path alone; returns the outputs laid out as the micro-batch's tokens are.
 
     Args:
         dim: the dimension of tokens.

@@ -17,7 +17,7 @@ def is_compiled_whole(module: nn.Module) -> bool:
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """Whether the module itself runs as compiled code, whole or by a method; a part of it may in any case."""
+    """Returns whether the module itself runs as compiled code, whole or by a method; its parts may in any case."""
     kind: Any = type(module)
     return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
 

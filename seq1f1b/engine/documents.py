@@ -40,7 +40,7 @@ class AskingForDocuments(Part):
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
-        count = self._step.arguments.documents[unit.microbatch]
+        count = self._step.batch.documents[unit.microbatch]
         _C.unit_set_documents(count)
         yield
         carries = unit.carried_in is not None or unit.carried_out is not None
@@ -51,8 +51,8 @@ class AskingForDocuments(Part):
     def _is_told(self, unit: LiveUnit) -> bool:
         """Returns whether the stage gets any tensor, beside tokens or hidden states, that may tell documents apart."""
         given: list[Any] = [*self._step.kwargs_of(unit).values()]
-        if self._step.stage.is_first and self._step.arguments.inputs is not None:
-            given += self._step.arguments.inputs[unit.cell][1:]
+        if self._step.stage.is_first and self._step.batch.inputs is not None:
+            given += self._step.batch.inputs[unit.cell][1:]
         return any(tensors_of(value) for value in given)
 
 

@@ -80,7 +80,7 @@ class Sink:
         raise NotImplementedError
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """Returns the gradients of the unit's outputs for B, unless the unit has seeds of its own."""
+        """Returns the gradient of each of the unit's roots for B; None: a root has none."""
         raise NotImplementedError
 
     end: Any = None
@@ -111,7 +111,6 @@ class ToStage(Sink):
         elif unit.training:
             # Only the edge is kept, so that the storage goes once the output is sent.
             unit.roots = tuple([get_gradient_edge(o) if o.requires_grad else None for o in outputs])
-            unit.seeds = None
         if unit.is_again:  # F has handed over the same
             return None
         if self.following is None:
@@ -120,7 +119,7 @@ class ToStage(Sink):
         return None
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        if received is not None:  # hooks get tensors of their own, so that what they keep is seen
+        if received is not None:  # hooks get tensors of their own: `leave_place` counts who holds the views of a place
             return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
         handed: Sequence[Tensor | None] = self.following.units[unit.cell].take_handed()
         return handed

@@ -51,25 +51,25 @@ class PipelineEngine(OfOneProcess):
     """Runs one rank's part of a pipeline-parallel training step.
 
     Args:
-        stage: the module of the rank; a list if the rank holds several stages, in ascending order of stage.
-            Parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
-            the previous stage's output: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
-            ranks with the same stage, gradients are reduced once: in the last backward, or after the last W.
-            A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
-            a checkpoint has them. Stages with the same name in the list hold copies of one parameter: at a step's end
-            all copies get the sum of their gradients, and a norm counts the sum once. The engine compares the copies
-            now and then; an error names copies with different values, and hooks for their gradients are refused. An
-            attribute ``pipeline_place``, (index, count), says which of how many stages of a model a stage is;
+        stage: the module of the rank; a list if the rank holds several stages, in ascending order of stage. Parameters
+            lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets the previous
+            stage's output: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over ranks with the
+            same stage, gradients are reduced once: in the last backward, or after the last W. A stage may list
+            parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as a checkpoint has
+            them. Stages with the same name in the list hold copies of one parameter: at a step's end all copies get the
+            sum of their gradients, and a norm counts the sum once. The engine compares the copies now and then; an
+            error names copies with different values, and hooks for their gradients are refused. An attribute
+            ``pipeline_place``, (index, count), says which of how many stages of a model a stage is;
             :func:`seq1f1b.split` and ``pipeline_stage`` set the attribute. A wrong number or order of stages is an
             error.
         schedule: a name of :func:`seq1f1b.schedules`, a :class:`seq1f1b.Schedule` (checked here), or a callable that
             builds a schedule, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``. The callable
             gets ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a
-            callable serve steps of rows, too; ``num_segments`` is a sequence there. A :class:`seq1f1b.plan.Plan`, or
-            a plan's file, replaces num_microbatches, num_segments and segment_sizes. If a plan needs a feature that
-            the engine lacks, the error names the feature. With ``"tuned"`` the engine finds the order, num_segments
-            and the split of the sequence for plain steps while training, in some 40 steps, and again after ten steps
-            whose lengths differ by a quarter. The search begins with num_segments, and keeps num_segments if
+            callable serve steps of rows, too; ``num_segments`` is a sequence there. A :class:`seq1f1b.plan.Plan`, or a
+            plan's file, replaces num_microbatches, num_segments and segment_sizes. If a plan needs a feature that the
+            engine lacks, the error names the feature. With ``"tuned"`` the engine finds the order, num_segments and the
+            split of the sequence for plain steps while training, in some 40 steps, and again after ten steps whose
+            lengths differ by a quarter. The search begins with num_segments, and keeps num_segments if
             ``segment_sizes`` is given. Gradients of a step are those of its batch under every order; bits differ, so
             nothing is tuned under ``torch.use_deterministic_algorithms``. ``"tuned"`` refuses stages under DDP or
             FSDP2. See :meth:`found_order`.
@@ -80,9 +80,9 @@ class PipelineEngine(OfOneProcess):
             length. With a sliced keyword argument ``doc_ids``, FLOPs are counted by packed documents; then every rank
             needs ``doc_ids``.
         seq_dim: the dimension of tokens.
-        arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
-            or a callable of the unit (``.microbatch .segment .offset .length``; in a tree the offset is a position
-            along the path).
+        arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole), or
+            a callable of the unit (``.microbatch .segment .offset .length``; in a tree the offset is a position along
+            the path).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
             loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
             a step, and over replicas under DDP or FSDP2. This form suits every mean, but takes no
@@ -91,8 +91,8 @@ class PipelineEngine(OfOneProcess):
             on every rank.
         loss: how losses of segments become the loss of a step, see :class:`seq1f1b.Loss`.
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. All
-            ranks must give the same counts, schedule, sizes and loss options; otherwise every rank raises an error
-            with the argument's name and the values.
+            ranks must give the same counts, schedule, sizes and loss options; otherwise every rank raises an error with
+            the argument's name and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
             on CUDA devices the first transport that passes a test at set-up: within a host copies between the GPUs,
             NCCL, host memory; between hosts NCCL, host memory. ``"copy"`` or ``"nccl"``: only this transport; a failure
@@ -106,8 +106,8 @@ class PipelineEngine(OfOneProcess):
             (:func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of each segment.
             The mean over the ranks of losses and gradients is that of the whole sequence, as in data parallelism: put
             the stage under DDP or FSDP2 over these ranks.
-        attention: ``"own"``: if a stage never calls :func:`seq1f1b.causal_attention`, other attention is an error; in
-            a stage that calls both, a :class:`seq1f1b.SegmentWarning`. ``"any"``: a warning in every stage. The check
+        attention: ``"own"``: if a stage never calls :func:`seq1f1b.causal_attention`, other attention is an error; in a
+            stage that calls both, a :class:`seq1f1b.SegmentWarning`. ``"any"``: a warning in every stage. The check
             runs each stage again in the first step on a few tokens, as one segment and as two, and finds all modules
             that mix tokens. ``"unchecked"``: no check.
         embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: the rank's rows of the input
@@ -212,11 +212,9 @@ class PipelineEngine(OfOneProcess):
                 with one entry per micro-batch, all of one batch size. The engine's schedule, a name or a callable,
                 builds the order for these counts. Gradients are those of the mean over all counted targets of the step
                 (of all micro-batches, on this replica), however long the micro-batches are; with ``loss_weight`` as
-                above; with
-                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
-                micro-batch's
-                targets. The returned losses are the micro-batches' means. ``Loss(reduction="sum")`` works as in other
-                steps.
+                above; with ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
+                micro-batch's targets. The returned losses are the micro-batches' means. ``Loss(reduction="sum")`` works
+                as in other steps.
             parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
                 micro-batch the segment that each segment follows, -1 for segment 0, a lower number than the segment's
                 own for all others; None for a micro-batch whose segments follow each other. A segment sees its path
@@ -230,10 +228,8 @@ class PipelineEngine(OfOneProcess):
                 every rank. ``causal_attention`` of a row of several documents needs ``doc_ids``.
         Returns:
             M losses on the rank of the last stage, [] elsewhere. The losses have no graph: the step has run the
-            backward.
-            If ``loss_fn`` returns one value per token, (batch, tokens): these values for the M micro-batches, 0 in
-            segments
-            without counted targets; the loss is then the values' sum over the number of counted targets.
+            backward. If ``loss_fn`` returns one value per token, (batch, tokens): these values for the M micro-batches,
+            0 in segments without counted targets; the loss is then their sum over the number of counted targets.
         Raises:
             ValueError, TypeError: an argument breaks a rule; raised on the rank with the argument.
             PipelineError: another rank failed, was lost or made no progress.
@@ -409,7 +405,7 @@ class PipelineEngine(OfOneProcess):
             return self._runner.report(self._group.all_gather_object)
 
     def found_order(self) -> TunedOrder:
-        """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
+        """Returns the order that a tuned engine has found, to be written to a file and given as ``schedule``.
 
         Raises:
             RuntimeError: the engine is not tuned, or not yet.

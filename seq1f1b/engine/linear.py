@@ -59,7 +59,7 @@ def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
 
 
 def dense_rows(dy: Tensor, ids: Tensor, num_rows: int, padding: int) -> Tensor:
-    """The gradient of the whole table, in dy's dtype."""
+    """Returns the gradient of the whole table, in dy's dtype."""
     gradient: Tensor = torch.ops.aten.embedding_dense_backward.default(dy, ids, num_rows, padding, False)
     return gradient
 

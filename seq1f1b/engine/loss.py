@@ -42,7 +42,7 @@ class ToLoss(Sink):
     """
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
-        batch = self._batch = step.arguments
+        batch = self._batch = step.batch
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
         self._keeps_outputs = batch.arguments.return_outputs
@@ -103,7 +103,7 @@ class ToLoss(Sink):
             unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        raise AssertionError("units of the last stage have seeds of their own")
+        return unit.seeds
 
     def end(self, unit: LiveUnit) -> None:
         if self._looked_at is not None:
@@ -202,7 +202,7 @@ class ToLoss(Sink):
         return joined if is_of_tokens else sum(loss * (number / total) for loss, number in results if number)
 
     def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
-        """The sum of a segment without targets, from a loss that may be a mean: then the call leaves nothing."""
+        """Returns the sum of a segment without targets, from a loss that may be a mean: then undoes the call."""
         assert self._stage.loss_fn is not None
         state, carried = RandomState(self._stage.device), unit.carried_out and dict(unit.carried_out)
         auxiliary = unit.auxiliary and list(unit.auxiliary)

@@ -144,7 +144,7 @@ class Measuring(Part):
         self._head = self._head_tokens = 0
         self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._is_partial = False  # some of it could not be counted
-        if not step.arguments.training:
+        if not step.batch.training:
             return False
         # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
         return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
@@ -191,7 +191,7 @@ class Measuring(Part):
         self._peak_gradients = max(self._peak_gradients, pending)
 
     def note(self, more: int = 0) -> None:
-        """Units hold more than before."""
+        """Notes the peak after units have begun to hold more."""
         live = more
         for unit in self._step.units.values():
             live += unit.saved_bytes - (0 if unit.away is None else unit.away.away_bytes)

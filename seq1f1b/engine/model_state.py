@@ -186,7 +186,7 @@ _generators = threading.Lock()  # ranks that are threads: two that read or set t
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of torch's generators: the CPU's, and the device's."""
+    """Returns the states of torch's generators: the CPU's, and the device's."""
     with _generators:
         states = [torch.get_rng_state()]
         if device.type != "cpu":
@@ -219,7 +219,7 @@ class RandomState:
             restore(state)
 
     def is_current(self) -> bool:
-        """Whether nobody has drawn a number since."""
+        """Returns whether nobody has drawn a number since."""
         return all(
             _equal(ours, now)
             for (_, ours), (_, now) in zip(self._states, RandomState(self._device)._states, strict=True)

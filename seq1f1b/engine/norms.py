@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def total_norm(pipeline: Pipeline, norm_type: float) -> Tensor:
-    """The norm over the gradients of all stages, equal on every rank. Collective."""
+    """Returns the norm over the gradients of all stages, equal on every rank. Collective."""
     pipeline.tied.meet()
     counted = _gradients_in_order(pipeline, pipeline.tied.counted_elsewhere())
     is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)

@@ -90,8 +90,8 @@ class Memory:
     Args:
         recompute: units that keep only their stage's input, and run the stage again just before their backward:
             ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units with an R in the
-            schedule are recomputed in any case. Both runs draw the same random numbers; a loss that holds the head
-            runs once.
+            schedule are recomputed in any case. Both runs draw the same random numbers; a loss that holds the head runs
+            once.
         check: whether the first step of a length compares the results of R and F, bit for bit. A stage whose two runs
             differ is an error then, and gives wrong gradients otherwise.
         blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of the

@@ -53,8 +53,8 @@ class EdgeReport:
 
     Attributes:
         peer_rank: the rank at the other end.
-        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
-            GPUs "copy", "nccl", or "host" (host memory, over "shm" or "c10d").
+        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between GPUs
+            "copy", "nccl", or "host" (host memory, over "shm" or "c10d").
         rate: between GPUs: bytes per second of the test message at set-up; else 0.
         why: between GPUs: the reason for this transport, in words.
     """

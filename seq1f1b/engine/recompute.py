@@ -44,7 +44,7 @@ class Recomputing(Part):
         self._checks, self._device = options.memory.check, stage.device
 
     def start(self, step: StageStep) -> bool:
-        self._compares = self._checks and step.arguments.is_new  # whether R has to compute what F did, bit for bit
+        self._compares = self._checks and step.batch.is_new  # whether R has to compute what F did, bit for bit
         trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
         self._trains = not isinstance(step.stage.module, nn.Module) or any(trained)
         return bool(step.order.recomputed)
@@ -201,7 +201,7 @@ class BlockRecomputing(Part):
 
     def start(self, step: StageStep) -> bool:
         self._count = 0  # in all units
-        return bool(self.modules) and step.arguments.training
+        return bool(self.modules) and step.batch.training
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
         """Says how many blocks the unit's backward computes again."""

@@ -34,7 +34,7 @@ class Ddp:
         return dist.get_world_size(self._module.process_group)
 
     def sum(self, value: float, device: torch.device) -> float:
-        """The sum of a number over the replicas. Collective."""
+        """Sums a number over the replicas. Collective."""
         return _sum(value, device, [self._module.process_group])
 
     def begin_step(self) -> None:
@@ -112,7 +112,7 @@ class Fsdp:
         return next((int(group.mesh_info.mesh.size()) for group in self._groups()), 1)
 
     def sum(self, value: float, device: torch.device) -> float:
-        """The sum of a number over the replicas. Collective."""
+        """Sums a number over the replicas. Collective."""
         groups = next((group.mesh_info.mesh.get_all_groups() for group in self._groups()), ())
         return _sum(value, device, groups)
 

@@ -101,7 +101,7 @@ class Runner:
         self._executor: Any = None  # of the units that run
         self._bare = pipeline.bare_modules()
         self._unreduced = [module for _, module in pipeline.placed_modules() if data_parallel(module) is None]
-        self._is_measured = False  # whether the last step was a plain training step
+        self._last_was_plain = False  # whether the last step was a plain training step
         self.tuner: Any = None
         if not is_tuned:
             return
@@ -169,10 +169,10 @@ class Runner:
         """
         group = self.pipeline.group
         with self.pipeline.in_use():
-            self._executor = None  # once the units have begun
+            self._executor = None  # until the units begin: an error before them has no unit
             try:
                 with ExitStack() as around:
-                    step, losses, number, seconds = self._run(arguments, around)
+                    step, losses, seconds = self._run(arguments, around)
                 group.end_step(failed=False)
             except BaseException as error:
                 told = self._end_failed_step(error, self._executor)
@@ -180,22 +180,22 @@ class Runner:
                 if told is error:
                     raise
                 raise told from error
-        self.last_step = record = step.record(number, seconds)
+        self.last_step = record = step.record(group.step, seconds)
         if step.batch.is_new:
             self._keep(record)
         schedule = record.order.schedule
-        self._is_measured = record.training and schedule.rows is None and schedule is self.setting.schedule
+        self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
-    def _run(self, arguments: StepArguments, around: ExitStack) -> tuple[Step, list[Tensor], int, float]:
+    def _run(self, arguments: StepArguments, around: ExitStack) -> tuple[Step, list[Tensor], float]:
         """Runs the phases of a step; an error of any rank ends the step on all.
 
         Args:
             around: contexts and callbacks that end with the step.
         Returns:
-            the step, its losses if it trains, its number, and the seconds of its units.
+            the step, its losses if it trains, and the seconds of its units.
         """
         pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
         # 1. What failed since this rank's last step; what it was given: an order, and a batch.
@@ -206,15 +206,12 @@ class Runner:
         if arguments.rows is not None:
             rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
             arguments = replace(arguments, rows=rows, trees=trees)
-        number = None
-        if self.tuner is not None and arguments.rows is None:
-            number = group.begin_step(training)  # ranks talk from here on
+        if is_tuned := self.tuner is not None and arguments.rows is None:
+            group.begin_step(training)  # ranks talk from here on
             self.setting = self._tuned(self.tuner, arguments)
-        self._is_measured = False
+        self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
         options = self.setting.options
-        # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
-        group.set_limits(options.limits.longest)
         batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
         batch.check()
         if training and not self._known_shapes:
@@ -222,9 +219,13 @@ class Runner:
         step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
         around.callback(step.end)
         if batch.length:
-            step.learn(batch.length)
-        # 2. All ranks have come, with the same.
-        number = self._meet(arguments, order, number)
+            step.prepare(batch.length)
+        else:  # a peer may compile for minutes while a shape is new: until the length is learnt, it may be
+            group.set_limits(options.limits.longest)
+        # 2. The ranks compare what they were given: in the first step, after a failure, and in steps of rows.
+        if not is_tuned:
+            group.begin_step(training)
+        self._meet(arguments, order)
         if training and group.size > 1 and (arguments.loss_weight is not None or batch.by_targets):
             step.share_weights()
         # 3. The units, and what surrounds them all.
@@ -234,14 +235,14 @@ class Runner:
             batch.gradients = self._step_gradients()
             around.enter_context(batch.gradients.apart())
         self._executor = order.executor
-        seconds = self._run_units(step, order, number)
+        seconds = self._run_units(step, order)
         if batch.is_new:
             self._executor = None  # a look's error is no unit's
             step.look_back()
             self._executor = order.executor
         if training and group.size > 1:
             group.finish_units(pipeline.rank_of_stage[0])
-        # 4. Gradients, where they start anew after all units.
+        # 4. After the units: late division, arguments that require grad, copies of parameters, earlier gradients.
         losses = step.losses() if training and pipeline.has_last else []  # an error in them adds nothing
         factor = self._divide(step) if training and self.divides is not False else 1.0
         if batch.leaves.pairs:
@@ -251,12 +252,12 @@ class Runner:
         if batch.gradients is not None:
             pipeline.tied.end_step(batch.gradients)
             batch.gradients.end(factor)
-        return step, losses, number, seconds
+        return step, losses, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
         length = self._length_of(arguments)
         if arguments.training:
-            found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
+            found: Setting = tuner.next(self.last_step if self._last_was_plain else None, length)
         else:
             found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
         return found
@@ -268,14 +269,9 @@ class Runner:
                 return sequence_length(arguments.inputs, self.options.seq_dim)
         return 0
 
-    def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
-        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
-
-        Args:
-            number: None: the step has not begun.
-        """
+    def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
+        """Compares what all ranks were given, in the steps in which they meet; raises on every rank."""
         group = self.pipeline.group
-        number = group.begin_step(arguments.training) if number is None else number
         if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
             self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
         if self.pipeline.agreement.checked_in != group.epoch:
@@ -292,9 +288,8 @@ class Runner:
             # With one segment the loss itself may shift them.
             if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
                 look_at_targets(samples)
-        return number
 
-    def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
+    def _run_units(self, step: Step, order: RankOrder) -> float:
         pipeline = self.pipeline
         run, views = step.run, place_views
         on_device = nullcontext() if pipeline.device.type == "cpu" else step_on(pipeline.device)
@@ -315,13 +310,13 @@ class Runner:
                 step.surround(around)
             _C.executor_step(
                 order.executor,
-                number,
+                pipeline.group.step,
                 step.batch.training,
                 step.batch.length,
                 array("q", step.batch.sizes),
                 run,
                 step.fill,
-                lambda length: array("q", step.learn(length)),
+                lambda length: array("q", step.prepare(length)),
                 views,
                 *(array("q", values) for values in step.batch.siblings),
             )
@@ -329,7 +324,7 @@ class Runner:
 
     def _divide(self, step: Step) -> float:
         """Returns the factor for the gradients of a step, known to the rank of the last stage. Collective."""
-        pipeline, mine = self.pipeline, step.divides()
+        pipeline, mine = self.pipeline, step.divisor()
         everyones = [mine] if pipeline.num_ranks == 1 else pipeline.group.all_gather_object(mine)
         last = everyones[pipeline.rank_of_stage[-1]]
         self.divides = last[0]

@@ -50,7 +50,7 @@ class WeightGradients(Part):
         self.serves = "" if self._may_add else "W"
 
     def start(self, step: StageStep) -> bool:
-        self.adds = self._may_add and step.arguments.training
+        self.adds = self._may_add and step.batch.training
         self.left: dict[int, int] = {}
         self.added: dict[int, int] = {}
         self._held: dict[int, bool] = {}  # whether somebody holds the node of a weight, by the weight's id
@@ -132,7 +132,7 @@ class WeightGradients(Part):
         return _has_hooks(weight) or self._held[id(weight)]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The weight in autocast's dtype, cast once per step as autocast does."""
+        """Returns the weight in autocast's dtype, cast once per step as autocast does."""
         key = weight.data_ptr(), weight._version, dtype
         known = self._casts.get(id(weight))
         if known is None or known[1] != key:

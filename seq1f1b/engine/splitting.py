@@ -40,6 +40,8 @@ TokenPart: TypeAlias = tuple[int, int]
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
     """Returns k segments of a tensor, tuple or dict of tensors, or this part of each; repeats other values."""
 
+    rank, num_parts = part
+
     def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)
         if tensor.dim() <= dim or tensor.size(dim) != length:
@@ -47,14 +49,14 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: 
                 f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens to split into "
                 "segments"
             )
-        return list(torch.split(tensor, own, dim)[part[0] :: part[1]])
+        return list(torch.split(tensor, every, dim)[rank::num_parts])
 
-    own = list(sizes) if part[1] == 1 else part_sizes(sizes, part)
+    every = list(sizes) if num_parts == 1 else part_sizes(sizes, part)
     return taken_apart(value, len(sizes), name, cut)
 
 
 def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
-    """Tokens of every part of every segment, in the order of the sequence."""
+    """Returns the tokens of every part of every segment, in the order of the sequence."""
     return [size // part[1] for size in sizes for _ in range(part[1])]
 
 
@@ -91,7 +93,7 @@ def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], 
 
 
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
-    """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated. A list is M already."""
+    """Returns M micro-batches of a tensor, tuple or dict of tensors; repeats other values. A list is M already."""
 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         if tensor.dim() == 0:
@@ -114,8 +116,8 @@ def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
 
 
 def sequence_length(inputs: Any, dim: int) -> int:
-    """Tokens of the first tensor among the first micro-batch's positional arguments."""
-    first = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) else inputs
+    """Returns the tokens of the first tensor among the first micro-batch's positional arguments."""
+    first = inputs
     while isinstance(first, (tuple, list)) and first:
         first = first[0]
     if not isinstance(first, Tensor):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +89,7 @@ class StageStep:
 
     Args:
         order: passes of the stage's cells.
-        arguments: arguments of the step, split.
+        batch: arguments of the step, split.
         auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
     """
 
@@ -100,19 +100,19 @@ class StageStep:
         self,
         stage: Stage,
         order: StageOrder,
-        arguments: Batch,
+        batch: Batch,
         auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]],
     ) -> None:
-        self.stage, self.order, self.arguments, self._auxiliary_seeds = stage, order, arguments, auxiliary_seeds
+        self.stage, self.order, self.batch, self._auxiliary_seeds = stage, order, batch, auxiliary_seeds
         self.units: dict[int, LiveUnit] = {}  # by cell
-        self.lengths = [size for row in arguments.rows for size in row]  # in tokens, by cell
+        self.lengths = [size for row in batch.rows for size in row]  # in tokens, by cell
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
         self.parts: list[Part] = []
         for part in stage.features:
             is_served = not part.serves or not order.kinds.isdisjoint(part.serves)
-            if is_served and (not part.needs or getattr(arguments, part.needs)):
+            if is_served and (not part.needs or getattr(batch, part.needs)):
                 part._step = self
                 if part.start(self):
                     self.parts.append(part)
@@ -122,7 +122,7 @@ class StageStep:
         """Sets the source of the stage's inputs, and the sink of its outputs.
 
         Returns:
-            the functions that run units of the stage, by the letter of the pass.
+            the functions that run units of the stage, by the letter of the pass; ``"fill"`` runs a piece of W.
         """
         self._source, self._sink = source, sink
         # A hook that no part has costs nothing.
@@ -134,7 +134,7 @@ class StageStep:
         return passes
 
     def end(self) -> None:
-        """Drops units after the last one, or after an error: nothing that a step holds may hold the step."""
+        """Breaks the cycles of references after the last unit, or after an error; units and figures stay."""
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
         for part in self.stage.features:
             part._step = None
@@ -145,14 +145,14 @@ class StageStep:
 
     def forward(self, cell: int, received: Received) -> tuple[Tensor, ...] | None:
         """F(m.s). Returns the tensors that cross to another stage."""
-        order, arguments, units = self.order, self.arguments, self.units
+        order, batch, units = self.order, self.batch, self.units
         m, s, is_last = order.places[cell]
-        unit = LiveUnit(self.stage.index, m, s, cell, arguments.training, units[order.parents[cell]] if s else None)
+        unit = LiveUnit(self.stage.index, m, s, cell, batch.training, units[order.parents[cell]] if s else None)
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, order.num_children[cell]
-        if arguments.num_parts:  # a chain may end in siblings
-            unit.num_parts = arguments.num_parts[cell]
+        if batch.num_parts:  # a chain may end in siblings
+            unit.num_parts = batch.num_parts[cell]
             unit.of_tree |= unit.num_parts > 1
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
@@ -160,7 +160,7 @@ class StageStep:
         result = self.run(unit, inputs)
         if self._sink.end is not None:
             self._sink.end(unit)
-        if not arguments.training:  # no backward follows: only what follows the segment reads what was carried out
+        if not batch.training:  # no backward follows: only what follows the segment reads what was carried out
             if unit.previous is not None and not unit.previous.waits_for_others():
                 unit.previous.forget()
             carried_out = None if is_last else unit.carried_out
@@ -175,8 +175,8 @@ class StageStep:
                 context = around(unit, inputs)
                 if context is not None:
                     stack.enter_context(context)
-            kwargs = {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
-            if self.arguments.paths:
+            kwargs = self.kwargs_of(unit)
+            if self.batch.paths:
                 output = self._run_paths(unit, inputs, kwargs)
             else:
                 output = self._module(*inputs, **kwargs)
@@ -189,8 +189,8 @@ class StageStep:
 
     def _run_paths(self, unit: LiveUnit, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module on each path of a tree alone, for a unit that is a whole micro-batch."""
-        paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
-        dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
+        paths, rules = self.batch.paths[unit.cell], self.batch.arg_rules
+        dim, is_sliced = self.batch.seq_dim, lambda name: rules.get(name) == "slice"
         output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
         if unit.auxiliary and len(paths) > 1:
             raise ValueError(
@@ -199,26 +199,29 @@ class StageStep:
             )
         return output
 
-    def kwargs_of(self, unit: LiveUnit) -> Mapping[str, Any]:
-        """The unit's keyword arguments."""
-        return {} if self.arguments.kwargs is None else self.arguments.kwargs[unit.cell]
+    def kwargs_of(self, unit: LiveUnit) -> dict[str, Any]:
+        """Returns the unit's keyword arguments."""
+        return {} if self.batch.kwargs is None else self.batch.kwargs[unit.cell]
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, cell: int, received: Received) -> tuple[Tensor | None, ...] | None:
-        """B(m.s); or I(m.s), where W makes the gradients of weights. Returns what crosses to another stage."""
+        """B(m.s); or I(m.s) if W makes the gradients of weights. Returns the tensors that cross to another stage."""
         unit = self.units[cell]
-        unit.forward = False
-        self.has_auxiliary |= unit.auxiliary is not None
-        gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
-        roots, seeds = unit.start(gradients, self._auxiliary_seeds)
+        unit.in_backward = True
+        roots, seeds = unit.start(self._sink.gradients(unit, received))
+        if unit.auxiliary is not None:
+            self.has_auxiliary = True
+            own = self._auxiliary_seeds(unit)
+            roots += tuple([loss for loss, _ in unit.auxiliary])
+            seeds += tuple([torch.full_like(loss, own[is_of_all]) for loss, is_of_all in unit.auxiliary])
         enter(unit)
         if unit.away is not None:
             unit.away.back()
-        if roots and self._parallel is None:
-            torch.autograd.backward(roots, seeds)
-        elif self._parallel is not None and roots:
-            with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
+        if roots:
+            is_last = self.order.last_gradients == ("B", cell)
+            around = nullcontext() if self._parallel is None else self._parallel.backward(is_last, unit.outputs)
+            with around:
                 torch.autograd.backward(roots, seeds)
         if unit.carried_in is not None:
             unit.carry_back()

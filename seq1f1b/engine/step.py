@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -28,7 +28,7 @@ from seq1f1b.engine.weighting import Weighting, combine, divide
 
 __all__: list[str] = []
 
-_OUTSIDE_AUTOCAST = "BIWTG"  # autocast is for forwards: a backward runs in the dtypes of its forward
+_OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # autocast is for forwards: a backward runs in the dtypes of its forward
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Step:
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
         self._weighting: Weighting | None = None
-        self._parts: dict[int, StageStep] = {}
+        self._stage_steps: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage, what runs a piece of W
         self.around: ExitStack | None = None  # left after the last unit, once units have begun
@@ -111,7 +111,7 @@ class Step:
         """Tells all ranks the micro-batches' weights if targets decide them: auxiliary losses need them. Collective."""
         batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
         if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
-            self.learn(length)
+            self.prepare(length)
         assert self._weighting is not None
         self._weighting.weights = group.all_gather_object(self._weighting.weights)[self._pipeline.rank_of_stage[-1]]
 
@@ -124,11 +124,13 @@ class Step:
     def fill(self, stage: int, cell: int) -> bool:
         """Runs a part of W while the executor waits; returns whether any is left."""
         fill = self._fills.get(stage)
-        with torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext():
-            return fill is not None and bool(fill(cell, None))
+        return fill is not None and bool(fill(cell, None))
 
-    def learn(self, length: int) -> list[int]:
-        """Splits the rank's arguments; returns the segment sizes. The executor calls it with the first message."""
+    def prepare(self, length: int) -> list[int]:
+        """Splits the rank's arguments and makes all that units need; returns the segment sizes.
+
+        A rank that was not given the length learns it from the first message, with which the executor calls this.
+        """
         batch, options = self.batch, self._options
         batch.split(length)
         batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
@@ -141,39 +143,37 @@ class Step:
             read_documents(batch.kwargs, batch.rows)
         weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
-            self._parts[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
+            self._stage_steps[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
         if self._last is not None and batch.targets is not None:
             weighting.weigh(self._last)
         if batch.read.asked:
             batch.read.read()
-        for index, part in self._parts.items():
-            self._connect(index, part, weighting)
-        self.has_parts = any(part.parts for part in self._parts.values())
+        for index, stage_step in self._stage_steps.items():
+            self._connect(index, stage_step, weighting)
+        self.has_parts = any(stage_step.parts for stage_step in self._stage_steps.values())
         if self.around is not None:
             self.surround(self.around)
         return batch.sizes
 
-    def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
+    def _connect(self, index: int, stage_step: StageStep, weighting: Weighting) -> None:
         source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
-        if not part.stage.is_first:
-            source = FromStage(self.batch.training, self._parts.get(index - 1))
-        sink: Sink = ToStage(part, self._parts.get(index + 1))
-        if part.stage.is_last and self._head is not None:
-            sink = ToHead(part, self._head, weighting)
-        elif part.stage.is_last:
-            sink = self._loss = ToLoss(part, weighting)
-        found = part.connect(source, sink)
-        self._fills[index] = found.pop("fill", None)
-        draws_twice = self._order.recomputes or self._options.memory.blocks is not None
-        for letter in "FBIWR" if draws_twice and part.stage.in_threads else "":  # ranks share torch's generators
-            if letter in found:
-                found[letter] = one_at_a_time(found[letter])
+        if not stage_step.stage.is_first:
+            source = FromStage(self.batch.training, self._stage_steps.get(index - 1))
+        sink: Sink = ToStage(stage_step, self._stage_steps.get(index + 1))
+        if stage_step.stage.is_last and self._head is not None:
+            sink = ToHead(stage_step, self._head, weighting)
+        elif stage_step.stage.is_last:
+            sink = self._loss = ToLoss(stage_step, weighting)
+        found = stage_step.connect(source, sink)
+        draws_again = self._order.recomputes or self._options.memory.blocks is not None  # a forward's random numbers
+        if draws_again and stage_step.stage.in_threads:  # which share torch's generators
+            found |= {letter: one_at_a_time(found[letter]) for letter in "FBIWR" if letter in found}
         for shard in (self._head, self._embedding):
             found |= {} if shard is None else shard.passes()
-        for letter in _OUTSIDE_AUTOCAST if self._autocast else "":
-            if letter in found:
-                outside = torch.autocast(self._device.type, enabled=False)
-                found[letter] = outside(found[letter])
+        if self._autocast:
+            outside = torch.autocast(self._device.type, enabled=False)
+            found |= {letter: outside(found[letter]) for letter in _OUTSIDE_AUTOCAST if letter in found}
+        self._fills[index] = found.get("fill")
         self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     def surround(self, around: ExitStack) -> None:
@@ -182,26 +182,25 @@ class Step:
         Args:
             around: left after the last unit.
         """
-        for part in self._parts.values():
-            others = [m for other in self._parts.values() if other is not part for m in other.stage.modules]
-            for piece in part.parts:
-                context = piece.in_step(others)
+        for own in self._stage_steps.values():
+            others = [m for other in self._stage_steps.values() if other is not own for m in other.stage.modules]
+            for part in own.parts:
+                context = part.in_step(others)
                 if context is not None:
                     around.enter_context(context)
 
     def look_back(self) -> None:
         """Does work for the first step of a shape, after the last unit, when nothing surrounds units any more."""
-        for part in self._parts.values():
-            for piece in part.parts:
-                piece.look_back()
+        for part in chain.from_iterable(stage_step.parts for stage_step in self._stage_steps.values()):
+            part.look_back()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def divides(self) -> tuple[bool | None, float, bool]:
+    def divisor(self) -> tuple[bool | None, float, bool]:
         """Returns, after the last unit: whether the loss came with its divisor (None: no loss was called), the
         gradients' factor then, and whether a stage of the rank has given auxiliary losses.
         """
-        has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
+        has_auxiliary = any(each.has_auxiliary for each in self._stage_steps.values())
         loss, weighting = self._loss, self._weighting
         if loss is None or not loss.divides:
             return None if loss is None else loss.divides, 1.0, has_auxiliary
@@ -228,9 +227,9 @@ class Step:
 
     def end(self) -> None:
         """Ends the step's parts, after the last unit or an error."""
-        for part in (*self._parts.values(), self._head, self._embedding):
-            if part is not None:
-                part.end()
+        for each in (*self._stage_steps.values(), self._head, self._embedding):
+            if each is not None:
+                each.end()
 
     def losses(self) -> list[Tensor]:
         """Returns losses of the M micro-batches, or of all their tokens, on the last stage's rank; [] elsewhere."""
@@ -254,7 +253,7 @@ class Step:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
         if self._last is None:
             return None
-        units = self._parts[self._last.index].units
+        units = self._stage_steps[self._last.index].units
         outputs = iter([units[cell].output for cell in range(len(units))])
         assert self._weighting is not None
         return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
@@ -278,7 +277,7 @@ class Step:
             length=batch.length,
             seconds=seconds,
             order=self._order,
-            figures={index: part.figures for index, part in self._parts.items()},
+            figures={index: each.figures for index, each in self._stage_steps.items()},
             logit_bytes=0 if self._head is None else self._head.peak_bytes,
             tokens=tokens,
         )

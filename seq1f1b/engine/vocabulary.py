@@ -102,11 +102,11 @@ class VocabularyParallelHead(VocabularyShard):
         label_smoothing: as in ``cross_entropy``.
         z_loss: weight of the mean of squares of the logarithm of the softmax's denominator, added to the loss.
         ignore_index: targets that do not count. Values other than -100 need the engine's ``loss_weight``, too.
-        token_loss: in place of cross entropy, a loss of one value per token: called with the targets'
-            log-probabilities (...), 0 for ignored targets, and a dict of ``"labels"`` and ``per_token``; returns
-            (...), which ``step`` and ``eval`` return. Every rank calls the function, so it must draw no random numbers.
-        per_token: names of tensors that the target, then a dict, may hold beside ``"labels"``, each (..., more), as
-            the target of :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
+        token_loss: in place of cross entropy, a loss of one value per token: called with the targets' log-probabilities
+            (...), 0 for ignored targets, and a dict of ``"labels"`` and ``per_token``; returns (...), which ``step``
+            and ``eval`` return. Every rank calls the function, so it must draw no random numbers.
+        per_token: names of tensors that the target, then a dict, may hold beside ``"labels"``, each (..., more), as the
+            target of :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
         dtype, device: of the weight, (rows of the shard, hidden), and of the bias.
     Raises:
         ValueError: a number is out of range, or a shard would have no row.

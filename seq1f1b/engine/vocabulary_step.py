@@ -129,7 +129,7 @@ class HeadStep(_ShardStep):
         return (found,)
 
     def loss(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
-        """T(m.s): the loss, on the rank of the last stage, and the gradients of this shard.
+        """T(m.s): makes the loss, on the rank of the last stage, and the gradients of this shard.
 
         Returns the shard's part of the hidden state's gradient.
         """
@@ -241,8 +241,8 @@ class ToHead(ToStage):
 
     def __init__(self, step: StageStep, shard: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
-        self._shard, self._weighting, self._targets = shard, weighting, step.arguments.targets
-        self._keeps_outputs = step.arguments.arguments.return_outputs
+        self._shard, self._weighting, self._targets = shard, weighting, step.batch.targets
+        self._keeps_outputs = step.batch.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         """Returns, in F, the message to every shard: output, targets, gradient of a token's loss, further arguments."""

@@ -32,8 +32,7 @@ class Idle:
         host: added if every unit comes later by the engine's own time, spread evenly over a rank's units, and a rank
             enters the step as late as measured. Python's work inside a unit is part of the unit. On a GPU the engine's
             own time is the time in which the host was late: all inputs of a unit were there, earlier work had ended,
-                and
-            the host had not started the unit.
+            and the host had not started the unit.
         transfer: the rest of the measured idle time: messages on their way, their copies, occupied places, ranks that
             wake late from a wait, and waits for the tier (``Report.tier``).
 
@@ -56,7 +55,7 @@ class Idle:
         return self.schedule + self.stages + self.segments + self.microbatches + self.host + self.transfer
 
     def shares(self, makespan: float) -> list[str]:
-        """The causes in percent of the step, in the order of :data:`CAUSES`."""
+        """Returns the causes in percent of the step, in the order of :data:`CAUSES`."""
         return [f"{round(seconds / makespan, 3) + 0.0:.1%}" for seconds in astuple(self)]  # + 0.0: no -0.0%
 
 
@@ -118,13 +117,13 @@ class StepTimes:
         return [pair for order, seconds in ranks for pair in zip(order, seconds, strict=True)]
 
     def totals(self, field: str) -> list[float]:
-        """Seconds of all units of each stage, segment or micro-batch."""
+        """Returns the seconds of all units of each stage, segment or micro-batch."""
         sums = {key: sum(seconds) for (key,), seconds in self.alike(field).items()}
         return [sums[index] for index in range(len(sums))]
 
 
 def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
-    """The idle time of every rank by cause; :class:`Idle` says how each is worked out."""
+    """Returns the idle time of every rank by cause, as :class:`Idle` describes."""
 
     def makespan(durations: list[list[float]]) -> float:
         return times.schedule.simulate(durations=durations).makespan

@@ -177,7 +177,7 @@ class Tuner:
         return TunedOrder(choice.family, seq_len=length, segment_sizes=sizes, **self._counts(choice))
 
     def _seconds(self, record: StepRecord) -> float:
-        """Seconds of a step; 0.0 where nobody asks, for a GPU's are waited for."""
+        """Returns the seconds of a step; 0.0 if nobody needs them, because reading a GPU's waits."""
         return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
 
     def _figures(self) -> Iterator[Any]:
@@ -198,7 +198,7 @@ class Tuner:
         self.setting = found
 
     def make(self, choice: Choice) -> Setting:
-        """The setting of a choice."""
+        """Returns the setting of a choice."""
         first = self.first
         schedule = build_schedule(choice.family, **self._counts(choice))
         if schedule.rank_of_stage != first.schedule.rank_of_stage:
@@ -207,7 +207,7 @@ class Tuner:
         return Setting(with_options(schedule, options, self._device), options, choice)
 
     def _counts(self, choice: Choice) -> dict[str, Any]:
-        """Arguments of :func:`seq1f1b.build_schedule` for a choice, and fields of a :class:`TunedOrder`."""
+        """Returns arguments of :func:`seq1f1b.build_schedule` for a choice, and fields of a :class:`TunedOrder`."""
         return {
             "num_ranks": self.first.schedule.num_ranks,
             "num_microbatches": self.first.schedule.num_microbatches,

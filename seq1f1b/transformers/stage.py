@@ -174,13 +174,11 @@ class CausalLMStage(nn.Module):
 
     def check_before_step(self, step: Any) -> None:
         """Raises ValueError for an argument that says something which a stage does not take."""
-        for given in step.arguments.kwargs or ():
+        for given in step.batch.kwargs or ():
             is_mask = isinstance(mask := given.get("attention_mask"), Tensor)
             check_says_nothing({name: value for name, value in given.items() if value is not mask or not is_mask})
             if is_mask:
-                step.arguments.read.ask(
-                    [mask.all()], lambda found: check_says_nothing({"attention_mask": not found[0][0]})
-                )
+                step.batch.read.ask([mask.all()], lambda found: check_says_nothing({"attention_mask": not found[0][0]}))
 
     def forward(
         self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any

@@ -107,7 +107,7 @@ def private_mapping(size: int) -> object:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection. Raises TimeoutError after the listener's time-out."""
+    """Returns the next connection. Raises TimeoutError after the listener's time-out."""
     _wait_for_data(listener)
     with uninterrupted():
         connection, _ = listener.accept()

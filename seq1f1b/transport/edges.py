@@ -48,7 +48,7 @@ _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
-    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
+    """Returns a tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor.
 
     Args:
         gpu: on which the memory is; -1: host memory.

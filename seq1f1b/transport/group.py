@@ -58,6 +58,7 @@ class RankGroup(OfOneProcess, ABC):
         self._acknowledged = False  # this rank's user has seen the standing failure
         self._own_text = ""  # of an error of this rank
         self._met_failure: Failure | None = None  # instead of meeting all ranks
+        self.hangup_fds = [-1] * size  # by rank, descriptors that tell of a dead peer; -1: there is none
         self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
         self._peers: dict[Edge, int] = {}
@@ -66,7 +67,7 @@ class RankGroup(OfOneProcess, ABC):
     # -- limits, progress, failure
 
     def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
-        """Longest silence of a peer, and how long to spin before sleeping.
+        """Sets the longest silence of a peer, and the time to spin before sleeping.
 
         Args:
             spin_us: None: 20, or 0 where the ranks of this host have more threads than there are cores.
@@ -96,7 +97,7 @@ class RankGroup(OfOneProcess, ABC):
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
-        """PipelineError on every rank, unless a rank made progress within the time-out."""
+        """Raises PipelineError on every rank, unless a rank made progress within the time-out."""
         what, age, _ = _C.group_get_progress(self.group, rank)
         if not 0 <= age <= self.timeout_s:
             since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
@@ -149,13 +150,13 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_begin_step(self.group, self.step)
         return self.step
 
-    def finish_units(self, last_rank: int) -> None:
-        """Ends the units of a training step once those of ``last_rank``, on which backwards end, have ended as well.
+    def finish_units(self, first_stage_rank: int) -> None:
+        """Ends the units of a training step once those of the first stage's rank, on which backwards end, have ended.
 
         So no rank leaves a step well, and updates its weights, if the last backwards fail. The wait costs nothing: the
-        next step needs ``last_rank`` first, too.
+        next step needs that rank first, too.
         """
-        _C.group_finish_step(self.group, last_rank, self._hangup_fds()[last_rank])
+        _C.group_finish_step(self.group, first_stage_rank, self.hangup_fds[first_stage_rank])
 
     def end_step(self, failed: bool) -> None:
         """Leaves a step. Does not wait for the others.
@@ -281,7 +282,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
-        fds = array("i", self._hangup_fds())
+        fds = array("i", self.hangup_fds)
         try:
             return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
@@ -290,11 +291,8 @@ class RankGroup(OfOneProcess, ABC):
                 raise
             raise self._will_not_meet(Failure(*passed)) from error
 
-    def _hangup_fds(self) -> list[int]:
-        return [-1] * self.size
-
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
-        """Everyone's bytes, of any length: the first round carries the lengths."""
+        """Returns the bytes of all ranks, of any length: the first round carries the lengths."""
         head = struct.calcsize("q")
         room = _C.GATHER_BYTES - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)

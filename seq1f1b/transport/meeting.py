@@ -74,11 +74,11 @@ class SharedStore:
         return bool(self._store.check(list(keys)))
 
     def get(self, key: str) -> bytes | None:
-        """The value; None if there is none."""
+        """Returns the value; None if there is none."""
         return self._checked(key, self._store.get(key)) if self.has(key) else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The values; None unless all are there."""
+        """Returns the values; None unless all are there."""
         if not keys or not self.has(*keys):  # torch would wait for one
             return None if keys else []
         return [self._checked(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
@@ -164,7 +164,7 @@ class Meeting:
         self.ask(self._check_failure)  # of this attempt, which the others have left
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's values (of :mod:`seq1f1b.transport.values`), by rank. Collective.
+        """Returns the values (of :mod:`seq1f1b.transport.values`) of all ranks, by rank. Collective.
 
         Raises:
             PipelineError: another rank ended this attempt, or did not come.
@@ -216,7 +216,7 @@ class Meeting:
         return first
 
     def ask(self, do: Callable[[], _T]) -> _T:
-        """The answer of a call of the store. Raises PipelineError where the store is lost, or silent."""
+        """Returns the answer of a call of the store. Raises PipelineError if the store is lost, or silent."""
         try:
             return self.worker.ask(do, self._timeout_s)
         except _C.PipelineError:

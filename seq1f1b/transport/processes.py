@@ -104,15 +104,14 @@ class ProcessRank(RankGroup):
         group = _C.group_create(block, size, rank, spoiled)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
         self.process_group, self._generation, self._connections = process_group, generation, connections
+        for peer, connection in connections.items():
+            self.hangup_fds[peer] = connection.fileno()
         _open_groups.add(self)
 
     # -- edges in memory that two processes of a host share
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm"
-
-    def _hangup_fds(self) -> list[int]:
-        return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         """The receiver makes the memory, and hands the descriptor to the sender."""

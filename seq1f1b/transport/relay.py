@@ -28,9 +28,8 @@ class C10dRelay:
 
     - the header;
     - of the payload, as many bytes as message ``n`` had in the edge's last training step, or last evaluation: one tag
-      for
-      each, since ends that both ran such a step well agree on the sizes. So from a shape's second step on, a receive is
-      posted in full before its message is sent;
+      for each, since ends that both ran such a step well agree on the sizes. So from a shape's second step on, a
+      receive is posted in full before its message is sent;
     - the rest, once the header tells its size.
 
     gloo cannot be polled, a wait with a time-out closes the pair, and aborting the group does not end a wait (torch

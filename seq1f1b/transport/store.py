@@ -187,7 +187,7 @@ class StoreRank(ProcessRank):
         self._worker.put(self._publish_progress)
         return step
 
-    def finish_units(self, last_rank: int) -> None:
+    def finish_units(self, first_stage_rank: int) -> None:
         """Does nothing: the store is slower than a message. A rank that has left the step hears in the next."""
 
     def end_step(self, failed: bool) -> None:

@@ -21,7 +21,7 @@ FOREVER = datetime.timedelta(days=365)  # of a worker; who waits for the message
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error, without gloo's source file and advice."""
+    """Returns the first line of an error, without gloo's source file and advice."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0]
 

@@ -74,7 +74,7 @@ _HOLDING_TEXTS = {
 
 
 def part(name: str) -> str:
-    """A part of a page of timelines: ``timeline.js`` or ``timeline.css``."""
+    """Returns a part of a page of timelines: ``timeline.js`` or ``timeline.css``."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +28,18 @@ from mixers import (
     attention_by_hand,
     beside,
     cross_entropy,
+    told_by,
     torchs_attention,
     within_a_token,
 )
 from processes import run_processes
+from test_verify import Stateful
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
-from seq1f1b import PipelineEngine, SegmentWarning
+from seq1f1b import PipelineEngine
 from seq1f1b.checks.by_values import Look
 from seq1f1b.testing import run_ranks
 
@@ -60,13 +61,6 @@ def engine_of(model: nn.Module, group: Any = None, **options: Any) -> PipelineEn
     group = seq1f1b.LoopbackGroup(1)[0] if group is None else group
     options = {"num_segments": SEGMENTS, "loss_fn": cross_entropy, **options}
     return PipelineEngine(model, num_microbatches=2, group=group, **options)
-
-
-def told_by(step: Callable[[], Any]) -> Told:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step()
-    return [str(warning.message) for warning in caught if warning.category is SegmentWarning]
 
 
 def told(model: nn.Module, *, rows: int = 6, length: int = LENGTH, kwargs: Any = None, **options: Any) -> Told:
@@ -191,34 +185,15 @@ def test_another_layout_between_stages_is_not_blamed(length):
 # -- what the look leaves as it was, and what it costs -----------------------------------------------------------------
 
 
-class Stateful(nn.Module):
-    """Draws, counts, and keeps what it saw."""
-
-    def __init__(self, draws: bool) -> None:
-        super().__init__()
-        self.model, self.bn = made(ALSO_RIGHT["dropout of features"]), nn.BatchNorm1d(VOCAB).eval()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.seen: list[tuple[int, ...]] = []
-        self.draws = draws
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(tuple(x.shape))
-        self.last = x
-        if self.draws:
-            random.random()
-            torch.rand(3)
-        return self.bn(self.model(x).mT).mT
-
-
 @pytest.mark.parametrize("draws", [False, True])
 def test_all_is_left_as_it_was(draws, looks):
     """Against a step without a look, from one state: numbers, generators, buffers, attributes, modes, gradients."""
     tokens, target = batch()
     results = []
     for attention_ in ("own", "unchecked"):
-        module = Stateful(draws)
         torch.manual_seed(0)
+        module = Stateful(draws)
+        module.mixer.normed.eval()
         random.seed(0)
         losses = engine_of(module, attention=attention_).step(tokens, target=target)
         tensors = [*losses, *module.state_dict().values(), *(p.grad for p in module.parameters() if p.grad is not None)]

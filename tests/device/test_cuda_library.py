@@ -67,7 +67,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_take_documents_and_soft_caps(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch's flash op or cuDNN takes a call, ours do not."""
+    """Our kernels leave a call to torch's flash op or cuDNN if either takes it."""
     on_a_gpu(monkeypatch)
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
     options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)

@@ -1,7 +1,7 @@
 """Counts the files and functions of the package that a step enters: what somebody who follows a step has to read.
 
 python tests/engine/step_trace.py            # a table of several kinds of step
-python tests/engine/step_trace.py --list     # each function of a warm plain step, in the order of its first call
+python tests/engine/step_trace.py --list 0   # functions of a warm plain step of rank 0, in the order of first calls
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def kinds(folder: str) -> dict[str, Callable[[], Trace]]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     if "--list" in sys.argv:
-        for code, count in trace().calls.items():
+        for code, count in trace(rank=int(sys.argv[-1])).calls.items():
             print(f"{count:4} {lines_of(code):4} {Path(code.co_filename).relative_to(ROOT)} {code.co_qualname}")
         sys.exit()
     print(f"{'':34} files  functions  calls  moves")

@@ -27,7 +27,7 @@ class Counting(Part):
 
     def start(self, step: StageStep) -> bool:
         self.seen = {name: list[int]() for name in NAMES}
-        return step.arguments.training
+        return step.batch.training
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -539,28 +540,12 @@ ALSO_WRONG: dict[str, tuple[Mix, str]] = {
     "softmax of products": (lambda m, x: torch.einsum("...d,ed->...e", x, m.out.weight).softmax(1), LATER),
     "a parameter for one length": (lambda m, x: x + m.one_length, STATE),
     "positions by size": (lambda m, x: x + m.table(torch.arange(x.size(1), device=x.device)), STATE),
-    "positions unpacked": (lambda m, x: x + m.table(torch.arange(0, x.shape[1], 1)[None].expand(len(x), -1)), STATE),
-    "positions by len": (lambda m, x: x + m.table(torch.arange(len(x[0]))), STATE),
-    "positions by int": (lambda m, x: x + m.table(torch.arange(int(x.shape[1]))), STATE),
-    "positions by range": (lambda m, x: x + m.table(torch.tensor(range(x.shape[1]))), STATE),
     "positions from one": (lambda m, x: x + m.table(torch.arange(1, x.shape[1] + 1)), STATE),
     "positions from two": (lambda m, x: x + m.table(torch.arange(x.shape[1]) + 2), STATE),
-    "positions by a product": (lambda m, x: x + m.table(torch.arange(x[..., 0].numel() // x.shape[0])), STATE),
-    "positions of ones": (lambda m, x: x + m.table(torch.ones_like(x[..., 0]).long().cumsum(-1) - 1), STATE),
-    "positions without padding": (
-        lambda m, x: x + m.table(torch.ones_like(x[..., 0]).long().cumsum(1) * (x[..., 0] < 99) + 1), STATE,
-    ),
-    "positions by where": (lambda m, x: x + m.table(torch.where(x[..., 0] < 99, torch.arange(x.shape[1]), 0)), STATE),
     "positions by linear": (lambda m, x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] * m.gate / 9, STATE),
     "positions by einsum": (
         lambda m, x: x * torch.einsum("i,j->ij", torch.arange(x.size(-2)).type_as(x), m.gate / 9).cos(), STATE,
     ),
-    "a buffer of waves": (lambda m, x: x + m.waves[: x.shape[1]].to(x.dtype), STATE),
-    "a buffer's rows by index": (lambda m, x: x + m.waves[torch.arange(x.shape[1])].to(x.dtype), STATE),
-    "a buffer's rows by index_select": (
-        lambda m, x: x + m.waves.index_select(0, torch.arange(x.shape[1])).to(x.dtype), STATE,
-    ),
-    "a buffer's rows by len": (lambda m, x: x + m.table.weight[: len(x[0])], STATE),
 }  # fmt: skip
 
 ALSO_RIGHT: dict[str, Mix] = {
@@ -618,3 +603,10 @@ def batch() -> tuple[Tensor, Tensor]:
     target = seq1f1b.shift_labels(tokens)
     target[:, 3:9] = -100
     return tokens, target
+
+
+def told_by(step: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(warning.message) for warning in caught if warning.category is seq1f1b.SegmentWarning]
