@@ -255,19 +255,13 @@ class Runner:
         return step, losses, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
-        length = self._length_of(arguments)
-        if arguments.training:
-            found: Setting = tuner.next(self.last_step if self._last_was_plain else None, length)
-        else:
-            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
-        return found
-
-    def _length_of(self, arguments: StepArguments) -> int:
-        """Returns the tokens of the next step; 0 if the rank does not know, or will refuse the arguments later."""
+        length = 0  # on ranks that do not know it, or are given what is refused later
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
-                return sequence_length(arguments.inputs, self.options.seq_dim)
-        return 0
+                length = sequence_length(arguments.inputs, self.options.seq_dim)
+        if not arguments.training:
+            return tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))  # type: ignore[no-any-return]
+        return tuner.next(self.last_step if self._last_was_plain else None, length)  # type: ignore[no-any-return]
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
         """Compares what all ranks were given, in the steps in which they meet; raises on every rank."""

@@ -50,8 +50,8 @@ class Waits(TorchDispatchMode):
         place, frame = "after", sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if code.co_filename.endswith("seq1f1b/engine/step.py") and code.co_name in ("run", "fill", "learn"):
-                place = "before" if code.co_name == "learn" else "within"
+            if code.co_filename.endswith("seq1f1b/engine/step.py") and code.co_name in ("run", "fill", "prepare"):
+                place = "before" if code.co_name == "prepare" else "within"
                 break
             frame = frame.f_back  # type: ignore[assignment]
         self.found[place] += 1
