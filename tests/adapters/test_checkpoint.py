@@ -214,9 +214,8 @@ def join(folder: str, rank: int) -> None:
 
 
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
-    joined = partial(join, str(tmp_path))
-    with PipedProcesses(WORLD, join_and_run, joined, layouts, str(tmp_path)) as ranks:
-        results = [ranks.result(rank) for rank in range(WORLD)]
+    with PipedProcesses(WORLD, join_and_run, partial(join, str(tmp_path)), layouts, str(tmp_path)) as ranks:
+        results = [ranks.result(rank, timeout=300.0) for rank in range(WORLD)]
     assert len(results[0]) == len(SAVED) + len(LOADED) + 2  # plain torch twice
     for found in results:
         assert all(value < LIMIT for value in found.values()), found

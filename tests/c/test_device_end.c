@@ -359,6 +359,8 @@ static void leave_pipeline(rank_state *state)
 
 static void free_pipeline(pipeline *p)
 {
+    for (int32_t rank = 0; rank < p->set.num_ranks; rank++) /* the farewell has as long, however busy the machine is */
+        s1f_group_set_limits(p->groups[rank], 60000000000, 0);
     on_all_ranks(p, free_senders); /* who writes into places goes before these do */
     on_all_ranks(p, leave_pipeline);
     p->job = NULL;

@@ -110,9 +110,9 @@ class PipedProcesses:
         assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
         return self.pipes[rank].recv()
 
-    def result(self, rank: int) -> Any:
+    def result(self, rank: int, timeout: float = 60.0) -> Any:
         """The value of a (kind, value) that the rank sends next, which must be no error."""
-        kind, value = self.receive(rank)
+        kind, value = self.receive(rank, timeout)
         assert kind != "error", f"rank {rank}: {value}"
         return value
 
