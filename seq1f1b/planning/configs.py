@@ -176,7 +176,7 @@ def _gated_delta(c: _Config) -> Fields:
     wide, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
     keys, values = c["linear_num_key_heads"] * wide, heads * value_dim
     mixed, projected = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
-    # Per chunk: products of k and q with k, two triangular solves, products with both; two reads, one write of the state
+    # Per chunk: products of k and q with k, two triangular solves, products with both; two reads and a write of state.
     scan = heads * (_CHUNK * (5 * wide + 3 * value_dim) + 6 * wide * value_dim)
     return {
         "heads": 0,
