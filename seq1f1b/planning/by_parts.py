@@ -131,12 +131,12 @@ class ByParts:
         flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
         attention = flops / (hw.peak * hw.attention_forward_efficiency)
         attention_back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
-        products = 3 * hidden * layer.ffn  # of the feed-forward
+        products = 3 * hidden * layer.ffn  # numbers in the feed-forward's matrices
         weight = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
         # F writes each saved tensor and the next operation reads it; backward reads the tensor and moves its gradient.
         traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
         forward = weight + attention + traffic
-        # Tokens on their way to their experts and back; all-gathers and reduce-scatters of hidden states.
+        # Exchange of tokens with experts, there and back; all-gathers and reduce-scatters of hidden states.
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
@@ -163,7 +163,7 @@ class ByParts:
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
             forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
-            if c > 1:  # the ring's other devices hold keys and values of the prefix: hidden as far as attention lasts
+            if c > 1:  # keys and values of the prefix come round the ring of devices, hidden while attention lasts
                 seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
                 ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
                 forward = forward + np.maximum(0.0, ring - attention)
@@ -275,7 +275,7 @@ class ByParts:
             saved = self._saved_bytes(layer, self.layout.inside)
             saved += layer.keys * e if self.layout.copies_prefix else 0.0
             routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
-            hidden = min(layer.norms, 2) * h  # inputs of the mixer and of the feed-forward, or their outputs
+            hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
             of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
             again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
             left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again

@@ -25,7 +25,7 @@ __all__ = ["STEPS", "Candidate", "Found", "Pricing", "Uncertain", "group_lengths
 
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 _TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
-_MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
+_MOST_UNITS = 10_000_000  # most units of one candidate, at about 300 bytes each
 _MOST_LENGTHS = 8  # groups of lengths; sequences are padded to the longest of a group
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
     inside: str  # recomputation inside of blocks, of Layout
     balance: int  # sequence length at which all stages, head included, take equal time; 0: equal numbers of layers
     remedies: tuple[str, ...] = ()  # members of REMEDIES: single units recompute or move until the order fits
-    vocabulary: str = "ends"  # of Layout
+    vocabulary: str = "ends"  # Layout's field
 
     def __str__(self) -> str:
         return f"{self.family.name} with {self.counts}"
@@ -213,7 +213,7 @@ class Pricing:
         add to the work of a stage the first segment's way down to the stage and the way back up.
         """
         forward, inputs, weight, backward, _ = price.seconds
-        # Seconds of a backward, and its part on the way up: a W that is a unit of its own is off the way.
+        # Seconds of a backward, and the part of the seconds on the way up: a separate W is off the way.
         way_up = backward
         if splits:  # an order may split some backwards and run others whole
             backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
@@ -276,7 +276,6 @@ class Pricing:
         return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
 
     def _costs(self, found: Found, schedule: Schedule) -> list[Costs]:
-        """Returns the costs of the steps of each length."""
         moves = "offload" in found.candidate.remedies
         return [price.costs(schedule, moves=moves) for price in found.prices]
 

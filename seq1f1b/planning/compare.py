@@ -310,7 +310,7 @@ class _Work(SimpleNamespace):
             sizes, messages = price.sizes, price.message_bytes
             run = schedule.simulate(price.costs(schedule), **how)
             peak_bytes = max(rank.total for rank in price.rank_bytes(schedule))
-        crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
+        crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # per segment
         return FamilyRow(
             family=name,
             stages_per_rank=v,

@@ -143,7 +143,7 @@ class CostModel:
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
-        lasts = np.arange(self.model.layers - others, -1, -1)  # each stage but the last has one layer at least
+        lasts = np.arange(self.model.layers - others, -1, -1)  # every stage but the last has at least one layer
         slowest = np.maximum(lasts * layers[0] + head, -(-(self.model.layers - lasts) // others) * layers[0])
         last = int(lasts[slowest.argmin()])
         rest = self.model.layers - last
@@ -406,7 +406,7 @@ class Price:
         """Returns the bytes of all tensors of a step; :meth:`rank_bytes` adds workspace and the allocator's reserve."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         kv, gradients = self._cached(self._slot_tokens)
-        if cost.layout.copies_prefix:  # the last copy and its gradient
+        if cost.layout.copies_prefix:  # the last copy and the copy's gradient
             kv, gradients = 0.0 * kv, 2 * kv
         return replace(
             self.memory(rank_of_stage),
@@ -476,7 +476,7 @@ class Price:
         if schedule.parents is not None:
             sizes = array("q", self.sizes)
             tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
-        for stages in zip(*stages_of, strict=True):  # one of each rank
+        for stages in zip(*stages_of, strict=True):  # one stage of each rank
             counted = [int(stage in stages) for stage in range(schedule.num_stages)]
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             for rank, stage in enumerate(stages):

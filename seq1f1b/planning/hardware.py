@@ -151,7 +151,7 @@ class ProfiledHardware(Hardware):
     measured_runs: float = 1.0
 
     rates: ClassVar[str] = "measured units"
-    insides: ClassVar[tuple[str, ...]] = ("none",)  # stages were measured as they are
+    insides: ClassVar[tuple[str, ...]] = ("none",)  # a profile measures stages without recomputation
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
         """Returns the measured seconds and bytes of a model, in stages of the given layers."""

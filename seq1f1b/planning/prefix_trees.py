@@ -19,7 +19,7 @@ __all__ = ["PrefixTrees"]
 Ragged: TypeAlias = "Tensor | Sequence[Tensor]"
 """Something for each token of each row: (rows, longest), padded, or a one-dimensional tensor for each row."""
 
-_OWN = ("labels", "weights")  # of a target, beside what the caller names
+_OWN = ("labels", "weights")  # values of every target, beside the caller's named values
 _NO_LABEL = -100
 
 

@@ -111,7 +111,7 @@ class Part:
         kept, gradients = np.minimum(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
         if not self.input_bytes and not self.input_token_bytes:
             return layers * saved, layers * kept, layers * gradients
-        grows = np.maximum(0.0, kept + gradients - saved)  # with each layer
+        grows = np.maximum(0.0, kept + gradients - saved)  # bytes added by each layer
         most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
         added = np.minimum(np.maximum(layers * grows, most - self.workspace(tokens)), layers * gradients)
         return layers * saved, layers * (kept + gradients) - added, added

@@ -538,7 +538,6 @@ class _Search(Pricing):
         return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
 
     def _explain_nothing(self) -> str:
-        """Returns the reason why there is no plan."""
         if not self._told:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"

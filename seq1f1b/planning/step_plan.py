@@ -44,7 +44,7 @@ __all__ = ["StepPlan", "plan_step", "share_documents"]
 
 _SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # times of a unit to try, in times of the unit that the bound prefers
 _SMALLER = (0.35, 0.25, 0.125, 0.0625)  # further times to try if memory is short
-_SEARCH_SECONDS = 4e-5  # per unit: a quarter of the search for an order, which runs beside the step before
+_SEARCH_SECONDS = 4e-5  # per unit: a quarter of the search's seconds, since the search runs beside the step before
 _MOST_UNITS = 12_000  # units of all ranks in all orders of one call, beyond the first order
 
 
