@@ -86,7 +86,7 @@ _MOST_ROWS = 20_000
 
 def _run_trees(options: argparse.Namespace) -> int:
     """Prints the seconds, units and memory of a step of trees, and of a step of equivalent rows without sharing."""
-    from seq1f1b.planning.step_plan import plan_step  # needs torch
+    from seq1f1b.planning.step_plan import plan_step  # here, so that plans of sequences need no torch
     from seq1f1b.planning.step_rows import TreeShape
 
     model, hardware, layout = read_workload(options)

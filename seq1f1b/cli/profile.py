@@ -38,7 +38,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    decoder = importlib.import_module("seq1f1b.planning.decoder")  # imports torch, so other commands run without torch
+    decoder = importlib.import_module("seq1f1b.planning.decoder")  # here, so that other commands run without torch
     model = load_model(options.model)
     settings: dict[str, Any] = {
         "seq_len": options.seq,

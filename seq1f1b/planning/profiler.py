@@ -341,7 +341,7 @@ def measure_workspace(
             x.grad = None
         return most - end, backward
 
-    passes()  # makes the gradients of the parameters
+    passes()  # not counted: allocates the gradients of the parameters
     forward, backward = passes()
     with _leaving_weights(stage):
         return forward, backward, passes()[1]

@@ -228,7 +228,7 @@ def plan_step(
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
-            units = max(1, sum(work) / (scale * best)) + nodes / 2  # about
+            units = max(1, sum(work) / (scale * best)) + nodes / 2  # an estimate
             if search.found is not None and made + units * 2 * cost.num_stages * len(search.first) > _MOST_UNITS:
                 continue
             made += units * 2 * cost.num_stages * len(search.first)
