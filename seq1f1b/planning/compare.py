@@ -118,7 +118,7 @@ def _unit(most: int) -> tuple[str, int]:
 
 
 def _bytes(count: int | None) -> str:
-    """Returns bytes as text, rounded up: a printed least possible must fit if used as a cap."""
+    """Returns bytes as text, rounded up, since a printed least cap must fit if a user asks for it."""
     count = count or 0
     name, unit = _unit(count)
     return f"{count} bytes" if count < 2**20 else f"{-(-10 * count // unit) / 10:.1f} {name}"

@@ -28,7 +28,7 @@ REMEDIES = ("recompute", "offload")
 VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders after 1; the optima of StateFlow's measurements lie between
 _FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
-_FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; larger numbers follow for good candidates, while fruitful
+_FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
 LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for
 _MOST_OF_AUTO = 40_000  # units of all searched orders unless auto is asked for: a second or two
 _MOST_OF_ROUND = 350_000  # units, F and B, priced for each number of segments after the first numbers
@@ -258,7 +258,7 @@ def search_plans(
             for each length. The mean period counts, and the cap holds for every length.
         memory: cap in bytes of one device; None: 85 % of the device.
         layout: degrees beside the pipeline. The search sets ``inside`` and ``layers``: the stage with the head has
-            fewer layers, or as many as every stage.
+            fewer layers, or as many as the remaining stages.
         optimizer_sync: whether the optimizer waits until all ranks have finished the step, as for a norm over all
             stages. Otherwise each rank goes on by itself, and orders that end early on some ranks gain.
         names: families; None: all, each with the segments of the family's source, and ``auto`` for the best plans.
@@ -466,8 +466,8 @@ class _Search(Pricing):
         return own <= fewer * (1 - LEAST_GAIN)
 
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates, fastest expected seconds first: the bound, times a part of the excess over the bound,
-        or over the cap, that an equal candidate with fewer segments had. More segments reduce both."""
+        """Returns the candidates, fastest expected seconds first: the bound, times a root of the ratio to the bound, or
+        to the cap, of an equal candidate with other segments. More segments come nearer to the bound and need less."""
         found: dict[Candidate, Found] = {}  # the fastest result for other segments, or the last that was too large
         for told in self._told:
             of = told.candidate._replace(num_segments=0, mix=1.0)
