@@ -1,4 +1,4 @@
-"""The command line, ``seq1f1b`` or ``python -m seq1f1b``: one file per command, and what they share."""
+"""Command line ``seq1f1b``, also ``python -m seq1f1b``: one file per command, and a few shared files."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ seq1f1b COMMAND --help lists the options of a command.
 
 
 def make_parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line; the reference page is made from it. wanted: the only command whose options
-    it needs."""
+    """Returns the parser of the whole command line, from which the reference page is made. wanted: the only command
+    that gets options; None: all commands get options."""
     parser = argparse.ArgumentParser(
         prog="seq1f1b",
         description=DESCRIPTION,
@@ -71,7 +71,7 @@ def make_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. A mistake of the caller is one line on stderr, and exit status 2."""
+    """Runs one command and returns the exit status: 2, after one line on stderr, for a mistake of the caller."""
     words = sys.argv[1:] if arguments is None else arguments
     names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
     parser = make_parser(words[0] if words and words[0] in names else None)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()  # a full disk is reported like any other error
         return status
-    except BrokenPipeError:  # nobody reads on
+    except BrokenPipeError:  # the reader of the output has ended, as after | head
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

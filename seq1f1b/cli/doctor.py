@@ -60,9 +60,9 @@ def findings() -> Iterator[str]:
 
 
 def edges_between(num_gpus: int) -> Iterator[str]:
-    """Says of each transport which edges between neighbouring GPUs passed the proof at set-up, and their rates.
+    """Yields a line for each transport and edge between neighbouring GPUs: transport in use after set-up, rate, reason.
 
-    Each transport gets new processes, one for each GPU, because a transfer that does not end spoils its processes.
+    Each transport gets new processes, one per GPU, because a transfer without an end spoils the processes around it.
     """
     table = importlib.import_module("seq1f1b.transport.edges").TRANSPORTS
     for transport in ("auto", *(name for name, row in table.items() if row.between_gpus)):
@@ -75,7 +75,7 @@ def edges_between(num_gpus: int) -> Iterator[str]:
 
 
 def edges_of(transport: str) -> list[str]:
-    """Describes the edges on which this rank's GPU sends. Collective; each rank has the GPU of its number."""
+    """Returns a line for each edge on which the rank's GPU sends. Collective; rank r has GPU r."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -84,7 +84,7 @@ def edges_of(transport: str) -> list[str]:
 
 
 def sending_edges(rank: int, stage: Any, **options: Any) -> list[str]:
-    """Makes an engine, whose set-up proves its edges. Collective."""
+    """Returns a line for each edge on which the rank sends: the set-up of an engine proves all edges. Collective."""
     engine = seq1f1b.PipelineEngine(
         stage, num_microbatches=1, num_segments=1, loss_fn=lambda output, _: output, **options
     )

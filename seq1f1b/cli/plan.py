@@ -85,8 +85,8 @@ _MOST_ROWS = 20_000
 
 
 def _run_trees(options: argparse.Namespace) -> int:
-    """Prints what a step of trees takes, beside that of their rows."""
-    from seq1f1b.planning.step_plan import plan_step  # needs torch
+    """Prints the seconds, units and memory of a step of trees, and of a step of equivalent rows without sharing."""
+    from seq1f1b.planning.step_plan import plan_step  # here, so that plans of sequences need no torch
     from seq1f1b.planning.step_rows import TreeShape
 
     model, hardware, layout = read_workload(options)
@@ -128,7 +128,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--prompt and --responses go together, as --prompt 2048 --responses 8x256")
     unused = [name for name in _OF_SEQUENCES if getattr(options, name)]
     unused += ["vocabulary"] if options.vocabulary == "ranks" else []
-    unused += ["context"] if options.context > 1 else []  # such ranks share the tokens of a segment
+    unused += ["context"] if options.context > 1 else []  # context-parallel ranks share the tokens of a segment
     if unused:
         raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
     for name in ("stages", "inside"):
@@ -143,7 +143,7 @@ def _check(options: argparse.Namespace) -> None:
 def _figures(plan: Any) -> dict[str, Any]:
     return {
         "seconds": plan.seconds,
-        "units": sum(map(len, plan.segment_sizes)),  # of a stage; siblings: at most in one of them
+        "units": sum(map(len, plan.segment_sizes)),  # of a stage; siblings: most leaves in one unit
         "siblings": max(len(size) if isinstance(size, tuple) else 1 for row in plan.segment_sizes for size in row),
         "remedied": plan.remedied,
         "rank_bytes": [rank.total for rank in plan.ranks],

@@ -38,7 +38,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    decoder = importlib.import_module("seq1f1b.planning.decoder")  # needs torch, which the other commands do not
+    decoder = importlib.import_module("seq1f1b.planning.decoder")  # here, so that other commands run without torch
     model = load_model(options.model)
     settings: dict[str, Any] = {
         "seq_len": options.seq,
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Roughly: 20 seconds, 3 minutes."""
+    """Returns a rough duration in words, such as "20 seconds" or "3 minutes"."""
     if seconds < 55:
         return f"{max(5, 5 * round(seconds / 5))} seconds"
     minutes = max(1, round(seconds / 60))

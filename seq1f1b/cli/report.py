@@ -14,7 +14,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from seq1f1b.report.idle import CAUSES, mean_idle  # needs torch, which the other commands do not
+    from seq1f1b.report.idle import CAUSES, mean_idle  # here, so that other commands run without torch
     from seq1f1b.report.report import PipelineReport
 
     if not options.all:

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def table_rows(found: list[tuple[str, Schedule, Simulation]], *, is_model: bool) -> list[tuple[str, ...]]:
-    """A head and a row for each schedule. A model's rates are good for three digits."""
+    """Returns the table's head and a row for each schedule; times by a model's rates are good for three digits."""
 
     def seconds(value: float | None) -> str:
         return "" if value is None else rounded(value) if is_model else f"{value:.3f}"
@@ -73,7 +73,7 @@ def table_rows(found: list[tuple[str, Schedule, Simulation]], *, is_model: bool)
 
 
 def simulation_json(name: str, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
-    """Times in seconds, memory in bytes; lists hold one value per rank."""
+    """Returns the fields for JSON: times in seconds, memory in bytes, lists with a value per rank."""
     figures = ("makespan", "period", "bubble_ratio", "span", "busy", "wait", "bubble", "peak")
     counts = ("num_ranks", "num_stages", "num_microbatches", "num_segments")
     return {

@@ -12,7 +12,7 @@ __all__ = ["progress_bar", "wrapped"]
 
 
 def wrapped(text: str) -> str:
-    """Breaks lines at spaces, where the terminal ends, or after 100 columns without one."""
+    """Returns the text with lines broken at spaces to fit the terminal, or 100 columns without a terminal."""
     width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
     lines = (
         textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
@@ -23,7 +23,7 @@ def wrapped(text: str) -> str:
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[float], None] | None]:
-    """Gives a function that shows the share that is done, over itself on stderr; None where that is no terminal."""
+    """Yields a function that shows the finished share on stderr, always in one line; None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, Any, str]]) -> dict[str, Any]:
-    """Adds an option for each row: its name and metavar; what reads a value, the words that it may be, or ``bool`` for
-    a flag; its default, ``...`` if it is required; its help. Returns the defaults by name."""
+    """Adds an option for each row: name and metavar; reader of a value, tuple of allowed words, or ``bool`` for a flag;
+    default, ``...`` for a required option; help. Returns the defaults by name."""
     defaults = {}
     for words, (read, default, text) in rows.items():
         name, *metavar = words.split()
@@ -25,7 +25,7 @@ def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[An
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Makes a reader for argparse, which shows the message of this error alone; a type stays as it is."""
+    """Returns a reader whose ``ValueError`` argparse shows with the full message; a type is returned unchanged."""
     if isinstance(read, type):
         return read
 
@@ -39,7 +39,7 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def read_bytes(text: str) -> int:
-    """4096, 1.5e9, 80GiB or 25GB."""
+    """Reads bytes: 4096, 1.5e9, 80GiB or 25GB."""
     match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     size = 0.0
     if match is not None:
@@ -51,7 +51,7 @@ def read_bytes(text: str) -> int:
 
 
 def read_tokens(text: str) -> int:
-    """131072 or 128k, 1048576 or 1M: as lengths of context are written, in powers of two."""
+    """Reads a count of tokens: 131072 or 128k, 1048576 or 1M, with k and M as powers of two."""
     match = re.fullmatch(r"(-?[0-9]+)([kKM]?)", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no number of tokens; write 131072, 128k (times 1024) or 1M (times 1024 x 1024)")
@@ -71,7 +71,7 @@ def read_counts(text: str) -> list[int]:
 
 
 def read_sizes(text: str) -> list[int]:
-    """Tokens of each response, or segment: 10880,8448 or 8x256, or several such with commas between them."""
+    """Reads the tokens of each response, or segment: 10880,8448 or 8x256 or 4x256,4x1024."""
     found: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"(?:([0-9]{1,6})x)?([0-9]+[kKM]?)", word)
@@ -83,12 +83,12 @@ def read_sizes(text: str) -> list[int]:
 
 
 def read_parents(text: str) -> list[list[int] | None]:
-    """Trees as the text of an order has them: a word for each micro-batch, ``-`` (None) for a chain."""
+    """Reads trees, written as in the text of an order: a word for each micro-batch, ``-`` (None) for a chain."""
     return [None if word == "-" else read_counts(word) for word in text.split()]
 
 
 def read_lengths(text: str) -> dict[int, int]:
-    """How many sequences have each length: from a histogram 4096:7,512:90 or from a file."""
+    """Reads the number of sequences of each length: from a histogram 4096:7,512:90 or from a file."""
     if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
         where, lines = "--lengths", text.replace(":", " ").split(",")
     else:

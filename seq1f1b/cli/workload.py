@@ -1,4 +1,4 @@
-"""Subjects of the commands: a model on a machine, and schedules with their counts and costs."""
+"""Options shared by commands, and the objects that they describe: a model on a machine, schedules, counts, costs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware,
 from seq1f1b.planning.profile import Profile
 from seq1f1b.schedule import families
 
-MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
+MOST_UNITS = 10_000_000  # most units of an order, at about 300 bytes each
 SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 
 
 def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = SEGMENTS) -> None:
-    """The counts and costs of draw, simulate and compare.
+    """Adds the counts and costs of draw, simulate and compare.
 
     Args:
-        microbatches, segments: unless asked for; segments are of families that cut micro-batches.
+        microbatches, segments: defaults; the segments count only for families that cut micro-batches.
     """
     command.set_defaults(default_segments=segments)
     command.epilog = "Passes: " + ", ".join(map("{} {}".format, _C.PASSES, _C.PASS_TEXTS)) + ". I and W are a split B."
@@ -55,7 +55,7 @@ def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
-    """Schedules of draw and simulate, and what their units do beside F and B; noise, trees and options of a family."""
+    """Adds the schedules of draw and simulate, recomputation and offload, noise, trees, and options of a family."""
     kinds = f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
     command.add_argument("schedule", nargs="+", help=kinds)
     again = "all: the order holds an R before the backward of every unit (default: none)"
@@ -79,7 +79,7 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> dict[str, Any]:
-    """A model, a machine, and how the one lies on the other. Returns the defaults by name."""
+    """Adds a model, a machine, and the layout of the model on the machine. Returns the defaults by name."""
     models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
     model = f"{models}; or a .json file: of the same form, or a config.json"
     profile = (
@@ -99,7 +99,7 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
 
 
 def check_costs(options: argparse.Namespace) -> None:
-    """Fills in the default seconds; refuses options that say nothing here."""
+    """Fills in the default seconds; refuses options without an effect."""
     for name, default in SECONDS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -135,7 +135,7 @@ def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, La
 
 
 def tokens_of(options: argparse.Namespace) -> int:
-    """The tokens of a micro-batch, which a model needs."""
+    """Returns the tokens of a micro-batch, from --seq or --sizes."""
     seq_len = options.seq if options.sizes is None else sum(options.sizes)
     if seq_len is None:
         raise ValueError("--model needs --seq, the tokens of a micro-batch")
@@ -145,7 +145,7 @@ def tokens_of(options: argparse.Namespace) -> int:
 
 
 def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Price:
-    """The units of the model over the stages."""
+    """Returns the seconds and bytes of the units of the model, in stages of balanced layers."""
     model, hardware, layout = read_workload(options)
     sizes, seq_len = options.sizes, tokens_of(options)
     cost = CostModel.balanced(
@@ -156,7 +156,7 @@ def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, sta
         seq_len=seq_len,
         layout=replace(layout, inside=options.inside),
     )
-    if num_segments == 1:  # of a schedule that cuts none
+    if num_segments == 1:  # the schedule runs whole micro-batches, whatever --sizes says
         sizes = [seq_len]
     if sizes is None:
         sizes = cost.split(num_segments)
@@ -169,7 +169,7 @@ def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, sta
 
 
 def wanted_segments(options: argparse.Namespace) -> int:
-    """k of the families that cut micro-batches into segments."""
+    """Returns k for the families that cut micro-batches into segments."""
     if options.segments is not None:
         return int(options.segments)
     return int(options.default_segments) if options.sizes is None else len(options.sizes)
@@ -182,14 +182,14 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
-    """A named family with the counts and costs asked for, or the order in a file."""
+    """Returns the order of a named family with the counts and costs asked for, or the order in a file."""
     moved = "none" if options.tier is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
             if options.parents is not None:
                 raise ValueError(f"{name}: an order in a file has its parents there; leave out --parents")
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
-            moves = "O" in schedule.kinds  # as it says itself
+            moves = "O" in schedule.kinds  # the file itself says which units move
             return schedule.recompute(options.recompute).offload("none" if moves else moved)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
     known = next(family for family in families() if family.name == name)
@@ -211,7 +211,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
 
 
 def trees_of(options: argparse.Namespace, segments: int) -> list[list[int]]:
-    """Parents of every micro-batch: those of --parents, whose words are as many as micro-batches, or one for all."""
+    """Returns the parents of every micro-batch: --parents has a word for each micro-batch, or a single word for all."""
     if options.model is not None or options.sizes is not None:
         raise ValueError("--parents goes with seconds of F and B, not with --model or --sizes")
     trees = [list(range(-1, segments - 1)) if own is None else own for own in options.parents]
@@ -221,7 +221,7 @@ def trees_of(options: argparse.Namespace, segments: int) -> list[list[int]]:
 
 
 def read_schedule(name: str, num_segments: int) -> Schedule:
-    """An order from a file: torch's CSV or our text."""
+    """Reads an order from a file: torch's CSV or our text."""
 
     def parse(text: str) -> Schedule:
         is_csv = name.endswith(".csv")
@@ -244,7 +244,7 @@ def read_option(text: str) -> tuple[str, int | str]:
 
 
 def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Sequence[Any]:
-    """Seconds of F, I and W, for families that make their order from them."""
+    """Returns the seconds of F, I and W, for families that build the order from costs."""
     if options.model is not None:
         seconds = price_of(options, num_ranks, num_segments, stages_per_rank).seconds
         return seconds.forward, seconds.input, seconds.weight
@@ -254,14 +254,14 @@ def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, s
 
 
 def units_per_microbatch(schedule: Schedule) -> int:
-    """Units of one pass that a rank runs for a micro-batch."""
+    """Returns how many units of one pass a rank runs for a micro-batch."""
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
 
 def simulated(schedule: Schedule, options: argparse.Namespace, **how: Any) -> Simulation:
-    """Simulates a step. Without a model all segments cost the same, and so do all stages; a model has bytes, too.
+    """Simulates a step. Without a model, all segments and stages cost equal seconds; with a model, bytes count, too.
 
-    how: other arguments of ``simulate``.
+    how: further arguments of ``simulate``.
     """
     parts, memory = units_per_microbatch(schedule), None
     if options.model is None:

@@ -1,1 +1,1 @@
-"""Costs of a run: models, machines, profiles, the search for a plan, comparisons."""
+"""Costs of a run: models, machines, profiles, the search for a plan, comparisons of schedules."""

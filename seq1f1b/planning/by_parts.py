@@ -1,5 +1,5 @@
-"""Seconds and bytes of stages from those of a model's parts: its layers by their kinds, the embedding at the begin, the
-head at the end."""
+"""Seconds and bytes of stages, summed over the parts of a model: layers by kind, the embedding in the first stage, the
+head in the last stage."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+_ATTENTION_BACKWARD = 2.5  # flash attention: five matrix products in backward for two in forward
 _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
-_COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the inputs of two products again
+_COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # per layer in F, and in I, which gathers the inputs of two products again
 
 
 class StageKind(NamedTuple):
-    """The parts that a stage holds. ``counts``: layers of each kind."""
+    """Parts in a stage. ``counts``: layers of each kind."""
 
     counts: tuple[int, ...]
     is_first: bool
@@ -39,7 +39,7 @@ class StageKind(NamedTuple):
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of units, arrays: activations, what of them stays until W, and what I adds to all of them."""
+    """Arrays of bytes, per unit: saved activations, the part kept until W, and the gradients that I adds for W."""
 
     saved: Any
     kept: Any
@@ -47,33 +47,33 @@ class UnitBytes(NamedTuple):
 
 
 class ByParts:
-    """A source of the seconds of units, and of their bytes: a model in stages on a machine, by its shape.
+    """Source of the seconds and bytes of units: a model in stages on a machine, computed from the model's shape.
 
     One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
-    products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
-    (4 in F, 6 in I, which gathers two inputs again), what few rows take as long as many for (the ends of attention's
-    tiles, latencies, sums of weight gradients), and the floor of its kernel launches. The first stage has the embedding
-    (bytes only), the last the head.
+    products; I has 2.5 times the attention of F, W none. Every pass also has elementwise traffic, exposed collectives
+    (4 in F, 6 in I, which gathers two inputs again), costs that do not depend on the number of rows (ends of
+    attention's tiles, latencies, sums of weight gradients), and the kernel launches as a lower bound. The first stage
+    has the embedding (bytes only), the last stage the head.
 
-    A kind of layer has its own products and pairs: those within its window, of which there are as many for every token
-    far behind the begin. A recurrence has as much work for every token, at attention's rates, and keeps what its fused
-    kernels keep: its inputs and outputs. Each unit keeps the state that it hands on, whatever its length.
+    Each kind of layer has products and pairs of tokens of its own. A layer with a window counts the pairs within the
+    window, a constant number per token far from the begin. A recurrence has constant work per token, at attention's
+    rates, and saves the inputs and outputs of the fused kernels. Each unit keeps one state, whatever the unit's length.
 
     Args:
         model: a shape; hardware: a machine; layout: degrees and choices.
-        layers: of each stage.
-        num_ranks: over which a vocabulary is spread, if it is.
+        layers: number of layers of each stage.
+        num_ranks: ranks that share a spread vocabulary.
 
     Attributes:
-        kinds: of each stage, a number: stages of one kind cost alike.
-        stages: each kind.
-        layer_kinds: sizes of layers, by kind. places: the kind of each layer; counts: how many are of each.
-        windows: of the layers, ascending.
+        kinds: index into ``stages`` for each stage; stages of one kind have equal costs.
+        stages: the kinds of stages.
+        layer_kinds: sizes of layers, by kind. places: the kind of each layer; counts: the number of layers of each.
+        windows: the layers' windows, ascending.
         shards: devices that share a token's work.
         spreads: whether the vocabulary is over the ranks.
-        message_bytes: of a token in a message, on one of the devices that share a stage.
-        cache_bytes: keys and values of one token and layer, and their gradients, by kind of layer.
+        message_bytes: bytes of a token in a message, on one of the devices of a stage.
+        cache_bytes: bytes of keys and values, and of the gradients of both, of one token and layer, by kind of layer.
     """
 
     def __init__(
@@ -94,25 +94,25 @@ class ByParts:
         self._use(hardware)
 
     def on(self, hardware: Hardware) -> Self:
-        """These parts on another machine."""
+        """Returns a copy of the parts for another machine."""
         other = copy.copy(self)
         other._use(hardware)
         return other
 
     def _use(self, hardware: Hardware) -> None:
-        """Finds what depends on the machine and on no span."""
+        """Computes the attributes that depend on the machine, but not on a span of tokens."""
         self.hardware, shards, model, layout = hardware, self.shards, self.model, self.layout
         self.message_bytes = model.hidden * hardware.element_bytes / shards
         rows = [layer.keys / shards for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
-        # Activations of one token and layer that recompute nothing, by kind of layer.
+        # Saved activations of one token and layer without recomputation, by kind of layer.
         self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
         # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
         tile, self._pair_flops = hardware.head_tile, list[float]()
         for layer in self.layer_kinds:
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
-        # A loss apart from the head saves fp32 probabilities of each word.
+        # A loss that does not contain the head saves an fp32 probability for each word.
         self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / shards * 4
 
     # -- seconds
@@ -121,22 +121,22 @@ class ByParts:
     """Seconds of a unit beyond those of its layers."""
 
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
-        """One layer of a kind. floor: False leaves out what a unit takes however few tokens it has; segments share the
-        rest alike."""
+        """Returns the seconds of one layer of a kind. floor: False leaves out the costs that do not depend on the
+        unit's length; the rest adds up over segments."""
         hw, layer, layout, hidden = self.hardware, self.layer_kinds[kind], self.layout, self.model.hidden
         t, c, e = layout.tensor, layout.context, layout.expert
         tokens, width = span.tokens / self.shards, hidden * hw.element_bytes
-        # Attention, and a recurrence, which has as much work for every token.
+        # Attention, or a recurrence, whose work per token is constant.
         pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
         flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
         attention = flops / (hw.peak * hw.attention_forward_efficiency)
         attention_back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
-        products = 3 * hidden * layer.ffn  # of the feed-forward
+        products = 3 * hidden * layer.ffn  # numbers in the feed-forward's matrices
         weight = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
-        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
+        # F writes each saved tensor and the next operation reads it; backward reads the tensor and moves its gradient.
         traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
         forward = weight + attention + traffic
-        # Tokens on their way to their experts and back; all-gathers and reduce-scatters of hidden states.
+        # Exchange of tokens with experts, there and back; all-gathers and reduce-scatters of hidden states.
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
@@ -152,7 +152,7 @@ class ByParts:
             again = 2 / 3 * (products / (layer.mixer + products)) * weight
         back = weight + attention_back + 1.5 * traffic + again
         if floor:
-            rows = np.maximum(span.tokens / c, 1.0)  # begin and end of attention's tiles, as if there were more rows
+            rows = np.maximum(span.tokens / c, 1.0)  # ends of attention's tiles cost as much as more rows would
             latency = hw.collective_latency * hw.tensor_exposed * (t > 1)
             prefix = 0.0
             if layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
@@ -163,7 +163,7 @@ class ByParts:
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
             forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
-            if c > 1:  # the ring's other devices hold keys and values of the prefix: hidden as far as attention lasts
+            if c > 1:  # keys and values of the prefix come round the ring of devices, hidden while attention lasts
                 seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
                 ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
                 forward = forward + np.maximum(0.0, ring - attention)
@@ -173,26 +173,26 @@ class ByParts:
         return PassSeconds(forward, back, weight, back + weight, forward)
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
-        """The whole embedding, whose traffic is not counted, and the whole head: F, I and W are each a product, and
-        logits written and read in fp32."""
+        """Returns the seconds of the whole embedding, zero, since its traffic is not counted, and of the whole head: a
+        product for each of F, I and W, and logits written and read in fp32."""
         hw, words = self.hardware, self.model.vocab / self.shards * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
         each += hw.saved_moves * 4 * words / hw.bandwidth
         return NO_SECONDS, PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
-        """The embedding and the head as far as the first and the last stage have them."""
+        """Returns the seconds of embedding and head in the first and the last stage: zeros for a spread vocabulary."""
         return (NO_SECONDS, NO_SECONDS) if self.spreads else self.vocabulary(span, floor)
 
     def seconds(self, span: Span) -> list[PassSeconds]:
-        """A unit over the span, by kind of its stage."""
+        """Returns the seconds of a unit over the span, by kind of stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
         split = 1 + self.hardware.split_backward_extra
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
         found = []
         for counts, is_first, is_last in self.stages:
             each = []
-            for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # of I and W, where the order splits a backward
+            for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # only I and W pay for the split of a backward
                 whole = is_first * embedding[i] + is_last * head[i]
                 for count, layer in zip(counts, layers, strict=True):
                     whole = whole + count * layer[i]
@@ -201,7 +201,7 @@ class ByParts:
         return found
 
     def shard(self, span: Span) -> ShardSeconds:
-        """Shares of the head and the embedding, by as many as there are ranks, and the unit's own time."""
+        """Returns the seconds of one rank's share of a spread head and embedding, unit overhead included."""
         (embedding, head), own = self.vocabulary(span), self.hardware.unit_overhead
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
@@ -209,7 +209,7 @@ class ByParts:
     # -- bytes
 
     def held(self, tokens: Any) -> list[UnitBytes]:
-        """Bytes that units of so many tokens hold beside the cache, arrays, by kind of their stage."""
+        """Returns the bytes that units of so many tokens hold beside the cache, arrays, by kind of stage."""
         found, words = [], self._saved_logits
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes / self.shards
         for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
@@ -219,16 +219,16 @@ class ByParts:
         return found
 
     def work(self, tokens: Any) -> list[tuple[Any, Any]]:
-        """Most that F, and B or I, of units allocate for a while, by kind of their stage; empty if it is not known."""
+        """Returns the most temporary bytes of F, and of B or I, by kind of stage; an empty list means unknown."""
         return []
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
-        """Most that the longest unit of a rank allocates for a while, where that of each is not known."""
+        """Returns the most temporary bytes of a rank's longest unit, for parts whose ``work`` is unknown."""
         work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.shards
         return max(work, self.logits(tokens)) if is_last and not self.spreads else work
 
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
-        """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
+        """Returns the bytes of keys and values, and of the gradients of both. counts: layers of each kind."""
         sizes = [
             (n * (tokens * keys), n * (tokens * back)) for n, (keys, back) in zip(counts, self.cache_bytes, strict=True)
         ]
@@ -237,13 +237,13 @@ class ByParts:
 
     @cached_property
     def stage_parameters(self) -> list[float]:
-        """Parameters that one device of each stage holds, by stage."""
+        """Parameters on one device of each stage, by stage."""
         m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
         words = m.hidden * m.vocab
         for stage, kind in enumerate(self.kinds):
             layers = sum(map(operator.mul, self.stages[kind].counts, self.layer_parameters))
             ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
-            if self.spreads:  # a shard of each, on the first stage of every rank
+            if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
                 found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
             else:
                 found.append(layers + ends * words / tensor)
@@ -251,7 +251,7 @@ class ByParts:
 
     @cached_property
     def layer_parameters(self) -> list[float]:
-        """Parameters of one layer, on one device, by kind."""
+        """Parameters of one layer on one device, by kind of layer."""
         h, found = self.model.hidden, []
         for layer in self.layer_kinds:
             router = h * layer.experts if layer.experts > 1 else 0
@@ -261,21 +261,21 @@ class ByParts:
         return found
 
     def logits(self, tokens: int) -> float:
-        """Bytes of a unit's logits for a while: they, their fp32 copy, and its gradient, but for what is saved."""
+        """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
         words = self.model.vocab / self.shards
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
     @property
     def _stage_bytes(self) -> list[tuple[float, ...]]:
-        """Bytes by kind of stage, of all layers: what a token saves; what of that W reads; what I leaves beside it,
-        gradients of q, k, v, gate, up and two outputs, and inputs that were computed again. And the state that a unit
-        of any length hands to the next of its sequence, and keeps for its backward."""
+        """Bytes of all layers, by kind of stage, per token: saved activations; the part that W reads; additions of I
+        for W, namely gradients of q, k, v, gate, up and two outputs, and recomputed inputs. The fourth number is per
+        unit of any length: the state handed to the next segment and kept for backward."""
         h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
         for layer in self.layer_kinds:
             saved = self._saved_bytes(layer, self.layout.inside)
             saved += layer.keys * e if self.layout.copies_prefix else 0.0
             routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
-            hidden = min(layer.norms, 2) * h  # inputs of the mixer and of the feed-forward, or their outputs
+            hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
             of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
             again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
             left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
@@ -285,8 +285,8 @@ class ByParts:
         return [tuple([sum(map(operator.mul, kind.counts, column)) for column in columns]) for kind in self.stages]
 
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
-        """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
-        and their product. Keys and values are counted with the cache."""
+        """Returns the activation bytes of one token and layer: inputs and outputs of norms, q, attention's output and
+        softmax sums, gate, up and the product of both. Keys and values are counted with the cache."""
         h, e = self.model.hidden, self.hardware.element_bytes
         if inside == "full":
             return e * h
@@ -294,17 +294,17 @@ class ByParts:
         if inside == "none":
             saved += e * 3 * layer.ffn
         if layer.experts > 1:
-            saved += 2 * e * h * layer.experts_per_token  # tokens as sent to the experts, and what came back
+            saved += 2 * e * h * layer.experts_per_token  # inputs sent to the experts, and outputs of the experts
         return saved
 
 
 def whole_bytes(size: Any) -> Any:
-    """Rounded up: a number, or an array."""
+    """Rounds a number or an array up to whole bytes."""
     return np.ceil(size).astype(np.int64)
 
 
 def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
-    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
+    """Raises ``ValueError`` unless model, stages and degrees fit, and the documents sum to the sequence."""
     if seq_len < 1:
         raise ValueError(f"seq_len is {seq_len}, must be at least 1")
     model.flops(0, seq_len)  # raises unless shape and length are sound
@@ -345,12 +345,12 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
 
 
 class ByProfile(ByParts):
-    """The parts of a profile.
+    """Source of the seconds and bytes of units from a profile.
 
-    F of the last stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
+    If the layout has the head in the loss, F of the last stage includes the head's backward, as in the engine.
 
     Raises:
-        ValueError: the profile is of another model, or of less than the layout asks for.
+        ValueError: the profile is of another model, or lacks a measurement for the layout.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class ByProfile(ByParts):
         return found
 
     def work(self, tokens: Any) -> list[tuple[Any, Any]]:
-        """F of a head in the loss goes back, too: it saves for a while, and no backward is left to the unit's B."""
+        """Returns the most temporary bytes of F and of B, by kind of stage; a head in the loss counts for F alone."""
         profile, found = self._profile, []
         for _, is_first, is_last in self.stages:
             embedding = profile.embedding if is_first and not self.spreads else None
@@ -416,7 +416,7 @@ class ByProfile(ByParts):
 
 
 def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:
-    """The passes of a part of the profile, times the factors of the machine."""
+    """Returns the seconds of a part of the profile, times the machine's factors."""
     if part is None:
         return NO_SECONDS
     found = map(operator.mul, part.seconds(span.tokens, span.pairs, floor), factors)
@@ -424,7 +424,7 @@ def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) ->
 
 
 def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
-    """Raises ``ValueError`` unless the profile is of this model, and of what the layout asks for."""
+    """Raises ``ValueError`` unless the profile is of the model, and has measurements for the layout."""
     if not has_equal_layers(model):
         raise ValueError(
             "a profile is of equal layers with full attention, and the model's kinds say more: plan without a profile"

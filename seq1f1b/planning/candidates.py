@@ -1,4 +1,4 @@
-"""Candidates of a search: ways to train on a machine, with the prices of their units, orders, seconds and plans."""
+"""Candidates of a search: ways to train on a machine, with prices of units, orders, seconds and plans."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from seq1f1b.seconds import Span
 
 __all__ = ["STEPS", "Candidate", "Found", "Pricing", "Uncertain", "group_lengths", "of_shards"]
 
-STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
-_TIE = 0.002  # share of a step by which times are alike: the costs are less certain
-_MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
-_MOST_LENGTHS = 8  # that sequences are padded to, where they have more
+STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
+_TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
+_MOST_UNITS = 10_000_000  # most units of one candidate, at about 300 bytes each
+_MOST_LENGTHS = 8  # groups of lengths; sequences are padded to the longest of a group
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
 
 class Uncertain(NamedTuple):
-    """A number of the machine that is not certain: its ends, and the seconds by which they move the step."""
+    """Uncertain number of a machine: both ends of the range, and the change of the step in seconds at each end."""
 
     name: str
     low: float
@@ -46,16 +46,16 @@ class Candidate(NamedTuple):
     num_segments: int
     mix: float
     inside: str  # recomputation inside of blocks, of Layout
-    balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
-    remedies: tuple[str, ...] = ()  # what single units do until the order fits: of REMEDIES
-    vocabulary: str = "ends"  # of Layout
+    balance: int  # sequence length at which all stages, head included, take equal time; 0: equal numbers of layers
+    remedies: tuple[str, ...] = ()  # members of REMEDIES: single units recompute or move until the order fits
+    vocabulary: str = "ends"  # Layout's field
 
     def __str__(self) -> str:
         return f"{self.family.name} with {self.counts}"
 
     @property
     def counts(self) -> str:
-        """All but the family."""
+        """Text of the candidate without the family's name."""
         said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"inside {self.inside}"]
         if self.vocabulary == "ranks":
             said.append("vocabulary over the ranks")
@@ -63,12 +63,12 @@ class Candidate(NamedTuple):
 
     @property
     def is_searched(self) -> bool:
-        """Whether the order is searched for together with its remedies."""
+        """Whether the search for the order includes the choice of remedies."""
         return bool(self.remedies) and "cap_bytes" in self.family.options
 
 
 class Length(NamedTuple):
-    """Steps of one length: what sequences are padded to, their share of all steps, tokens of a sequence in the mean."""
+    """Steps of one length: padded length, share of all steps, mean tokens of a sequence before padding."""
 
     seq_len: int
     share: float
@@ -76,7 +76,7 @@ class Length(NamedTuple):
 
 
 def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout: Layout | None) -> list[Length]:
-    """Ascending, at most ``_MOST_LENGTHS``."""
+    """Returns the lengths, ascending, in at most ``_MOST_LENGTHS`` groups of about equal numbers of tokens."""
     if (seq_len is None) == (lengths is None):
         raise ValueError("give seq_len, or lengths where sequences differ: one of the two")
     if lengths is None:
@@ -105,17 +105,17 @@ def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout
 
 @dataclass(eq=False)
 class Found:
-    """A candidate with what the search has found of it.
+    """Candidate with the search's results so far.
 
     Attributes:
-        prices: of its units in sequences of each length, the longest last.
-        bounds: seconds that no order of these units can beat, for each length; ``bound``: their mean over the steps.
-        units: F and B of all ranks.
-        made: the order; if none fits, the one that needs least; before it was built, none.
-        periods: of the step of each length; ``seconds``: their mean; inf if the order does not fit.
-        bubble: share of that in which ranks neither compute nor update.
-        sort_key: sorts by time; of times within about 0.2 % the one that needs less memory comes first.
-        least: bytes that it needs at least, where it does not fit; else 0.
+        prices: prices of the units for each length, the longest last.
+        bounds: lower bound of the seconds of every order of the units, for each length; ``bound``: mean over the steps.
+        units: number of F and B of all ranks.
+        made: the order; if no order fits, the order with the least memory; None before an order was built.
+        periods: period of the step of each length; ``seconds``: mean period; inf if the order does not fit.
+        bubble: share of ``seconds`` in which ranks neither compute nor update.
+        sort_key: key that sorts by time, and by memory where times differ by less than about 0.2 %.
+        least: bytes of the order with the least memory if no order fits, else 0.
     """
 
     candidate: Candidate
@@ -131,7 +131,7 @@ class Found:
     least: int = 0
 
     def is_alike(self, other: Found) -> bool:
-        """Whether both differ in the split, or the family's name, alone."""
+        """Returns whether the two candidates differ only in the split, or only in the family's name."""
         mine, its = self.candidate, other.candidate._replace(mix=self.candidate.mix)
         if mine == its:
             return True
@@ -140,13 +140,13 @@ class Found:
 
 
 class Pricing:
-    """The work that all candidates do, and the prices that they share.
+    """The work common to all candidates, with shared prices.
 
     Attributes:
-        lengths: of the sequences, ascending; longest: tokens of the last one.
-        cap: bytes of a device.
-        balances: values of ``Candidate.balance`` that are worth trying.
-        num_simulated: orders that were simulated.
+        lengths: lengths of the sequences, ascending; longest: tokens of the last length.
+        cap: bytes that a plan may use of a device.
+        balances: values of ``Candidate.balance`` to try.
+        num_simulated: number of simulated orders.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Pricing:
         self.model, self.hardware, self.lengths, self.layout, self.cap = model, hardware, lengths, layout, cap
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
         self.num_simulated = 0
-        # Candidates share these.
+        # Caches shared by all candidates.
         self.cost, self._price, self._bound = cache(self._find_cost), cache(self._find_price), cache(self._find_bound)
         self.look, self.rule = cache(self._look), cache(self._find_rule)
         self.longest = lengths[-1].seq_len
@@ -173,17 +173,17 @@ class Pricing:
             whole, parts = cost.span(0, cost.seq_len), cost.parts
             layers = (n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts))
             seconds.append(each.share * sum(layers))
-        main = lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
+        main = lengths[seconds.index(max(seconds))].seq_len  # the length on which a run spends most of its time
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
 
     def mean(self, values: Iterable[float]) -> float:
-        """Over the steps, of one value for each length."""
+        """Returns the mean over the steps of values given for each length."""
         return sum([each.share * value for each, value in zip(self.lengths, values, strict=True)])
 
     # -- candidates and their prices
 
     def _find_rule(self, family: Family, v: int, k: int) -> str | None:
-        """The rule of the family, or of the model's layers, that the counts break; None if they break none."""
+        """Returns the rule of the family, or of the model's layers, broken by the counts; None if no rule is broken."""
         if self.num_ranks * v > self.model.layers:
             return f"P v <= {self.model.layers} layers"
         if 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
@@ -207,15 +207,15 @@ class Pricing:
         return cost.price(cost.split(k, mix=mix, multiple_of=step))
 
     def _find_bound(self, price: Price, splits: bool) -> float:
-        """Seconds that no order of these units can beat. splits: whether the order may split backwards.
+        """Returns a lower bound of the seconds of every order. splits: whether an order may split backwards.
 
         A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
-        the first segment's way down to that stage and the way back up come on top.
+        add to the work of a stage the first segment's way down to the stage and the way back up.
         """
         forward, inputs, weight, backward, _ = price.seconds
-        # What a backward takes, and its part on the way up: a W that is its own unit may run beside that.
+        # Seconds of a backward, and the part of the seconds on the way up: a separate W is off the way.
         way_up = backward
-        if splits:  # some such orders have whole backwards, too
+        if splits:  # an order may split some backwards and run others whole
             backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
         optimizer, M = np.array(price.cost.optimizer_seconds()), self.num_microbatches
         down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
@@ -227,7 +227,7 @@ class Pricing:
         return float(least)
 
     def _look(self, candidate: Candidate) -> Found:
-        """A candidate that can be built, before its order is."""
+        """Returns the prices and bounds of a candidate, without an order."""
         family, v, k, mix, inside, balance, _, vocabulary = candidate
         prices = [self._price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
         bounds = [self._bound(price, family.splits_backward) for price in prices]
@@ -235,7 +235,7 @@ class Pricing:
         return Found(candidate, prices, bounds, self.mean(bounds), units)
 
     def fill_tokens(self) -> int:
-        """Tokens from which on a segment fills the device: its time per token is at most twice that of a long one."""
+        """Returns the tokens of a segment that fills the device: at most twice a long segment's time per token."""
         sizes = np.array([1 << i for i in range(5, 21)], float)
         cost = self._cost_of(self.longest, 1, self.layout)
         span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
@@ -245,9 +245,9 @@ class Pricing:
     # -- orders
 
     def priced(self, found: Found, *, is_quick: bool = False) -> Found | None:
-        """The candidate with its order, simulated if it fits; None: it fits without the remedies that it has.
+        """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies.
 
-        is_quick: an order that is searched for is searched for once, not for several levels or caps.
+        is_quick: searches for an order at one level and cap, not at several.
         """
         cap, candidate = self.cap, found.candidate
         build, seconds = partial(self._build, found), partial(self._seconds, found)
@@ -258,7 +258,7 @@ class Pricing:
             made = orders.made_for(math.inf if candidate.remedies else cap)
             choices = [made]
             if made.peak > cap:
-                schedule = made.schedule.replace(prefetch=1)  # one place beyond those that it needs
+                schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
                 if schedule.places != made.schedule.places:
                     choices.append(orders.with_bytes(schedule, made.options))
             if candidate.remedies:
@@ -276,12 +276,11 @@ class Pricing:
         return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
 
     def _costs(self, found: Found, schedule: Schedule) -> list[Costs]:
-        """Costs of the steps of each length."""
         moves = "offload" in found.candidate.remedies
         return [price.costs(schedule, moves=moves) for price in found.prices]
 
     def _period(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
-        """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
+        """Returns the seconds from step to step, and the share in which ranks neither compute nor update."""
         run = schedule.simulate(costs, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
         assert run.period is not None and isinstance(costs.optimizer, Sequence)
         return run.period, 1 - (sum(run.busy) + sum(costs.optimizer)) / (run.period * self.num_ranks)
@@ -290,7 +289,7 @@ class Pricing:
         return self.mean([self._period(schedule, costs)[0] for costs in self._costs(found, schedule)])
 
     def _simulated(self, found: Found, made: Made) -> Found:
-        """The candidate with an order, simulated if it fits."""
+        """Returns a copy of the candidate with the order, simulated if the order fits."""
         found = copy.copy(found)
         found.made = made
         if made.peak > self.cap:
@@ -298,7 +297,7 @@ class Pricing:
             return found
         self.num_simulated += 1
         runs = [self._period(made.schedule, costs) for costs in self._costs(found, made.schedule)]
-        # A few steps in a row may still be settling.
+        # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
         found.periods = [max(run[0], bound) for bound, run in zip(found.bounds, runs, strict=True)]
         found.seconds = self.mean(found.periods)
         idle = self.mean([period * share for period, (_, share) in zip(found.periods, runs, strict=True)])
@@ -309,12 +308,12 @@ class Pricing:
     # -- plans
 
     def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
-        """Terms that move the step, largest first, each alone at its ends."""
+        """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
         schedule, moves = found.made.schedule, "offload" in found.candidate.remedies
         periods = [self._period(schedule, costs)[0] for costs in self._costs(found, schedule)]
 
         def change(name: str, end: float) -> float:
-            """Seconds by which the step takes longer where one number of the machine is this end."""
+            """Returns by how many seconds the step takes longer if the named number has the value ``end``."""
             changed: dict[str, Any] = {name: end}
             prices = (price.cost.on(replace(self.hardware, **changed)).price(price.sizes) for price in found.prices)
             later = (self._period(schedule, price.costs(schedule, moves=moves))[0] for price in prices)
@@ -328,7 +327,7 @@ class Pricing:
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
 
     def plan(self, found: Found, uncertain: tuple[Uncertain, ...]) -> Plan:
-        """The plan that a candidate makes."""
+        """Returns the plan of a candidate with an order."""
         candidate, made, prices = found.candidate, found.made, found.prices
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
@@ -376,16 +375,16 @@ class Pricing:
 
 
 def _told(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with lists in place of arrays, as files have them."""
+    """Returns the options with arrays converted to lists, for files."""
     return json.loads(json.dumps(options, default=lambda array: array.tolist()))  # type: ignore[no-any-return]
 
 
 def of_shards(price: Price) -> float:
-    """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
+    """Returns the seconds of a rank's vocabulary passes in one micro-batch; 0 if the vocabulary is not spread."""
     return float(sum(table[0].sum() for table in price.shard_seconds.values()))
 
 
 def spread_seconds(found: Found) -> dict[str, Any]:
-    """By which the passes of a vocabulary over the ranks find their places; {} where it is not."""
+    """Returns the seconds by which an order places the passes of a spread vocabulary; {} if it is not spread."""
     price = found.prices[-1]
     return price.seconds._asdict() | price.shard_seconds if price.shard_seconds else {}

@@ -1,4 +1,4 @@
-"""Families side by side: equal ranks, micro-batches and work; what each takes in time, memory and messages."""
+"""Comparison of families over equal ranks, micro-batches and work: time, memory and messages of each family."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["Comparison", "FamilyRow", "compare"]
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """One family at its counts. Times in seconds; span and peaks are those of the worst rank.
+    """Figures of one family. Times in seconds; span and peaks belong to the worst rank.
 
     Attributes:
-        stages_per_rank, num_segments: as it was built; 1 segment where the family cuts none.
+        stages_per_rank, num_segments: counts of the order; 1 segment if the family runs whole micro-batches.
         makespan: first start to last end over all ranks.
         span: first start to last end of one rank.
-        period: time per step over several steps where ranks do not wait for each other between steps.
-        bubble_ratio: share of the ranks' time within the makespan that is bubble.
-        peak_units: (stage, segment) units live at once.
-        peak_microbatches: the same as activations of whole micro-batches of a rank.
-        peak_tokens: the same in tokens of one stage, where the segments' sizes were given.
-        peak_bytes: activation bytes, where the bytes of a token were given too; of a model all bytes of a device.
+        period: time per step in a row of steps, without a wait for all ranks between steps.
+        bubble_ratio: bubble's share of the ranks' time within the makespan.
+        peak_units: most (stage, segment) units live at once.
+        peak_microbatches: peak_units in whole micro-batches of a rank.
+        peak_tokens: peak in tokens of one stage; None without sizes of segments.
+        peak_bytes: peak of activation bytes, None without bytes of a token; with a model, peak of a device's bytes.
         messages: activations and gradients that pass between ranks in a step.
-        sent_bytes: bytes of these, where the bytes of a token's message were given.
+        sent_bytes: bytes of all messages; None without bytes of a token's message.
     """
 
     family: str
@@ -62,8 +62,8 @@ class Comparison:
 
     Attributes:
         rows: families that fit, fastest first.
-        refused: the rule that each of the others breaks.
-        device: of a model, whose times are good for three digits: the machine's name and the bytes of its memory.
+        refused: the broken rule, or cap, of each family left out.
+        device: name and memory bytes of the model's machine, whose times are good for three digits; None: no model.
     """
 
     rows: tuple[FamilyRow, ...]
@@ -71,11 +71,11 @@ class Comparison:
     device: tuple[str, float] | None = None
 
     def to_json(self) -> str:
-        """Rows in order, and what is refused."""
+        """Returns the rows in order, and the refused families."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "refused": self.refused}, indent=1)
 
     def to_text(self) -> str:
-        """A table, one line per family, and below it those that are left out."""
+        """Returns a table with one line per family, followed by the families left out."""
         rows, seconds = self.rows, "{:.6g}".format if self.device is None else rounded
         (held, of_held), (sent, of_sent) = (_unit(self._most(name)) for name in ("peak_bytes", "sent_bytes"))
         is_period_another = any(abs(row.period / row.makespan - 1) > 0.01 for row in rows)
@@ -113,12 +113,12 @@ class Comparison:
 
 
 def _unit(most: int) -> tuple[str, int]:
-    """In which a column of bytes has at most four digits before the point."""
+    """Returns name and size of the unit that gives a column at most four digits before the point."""
     return ("MiB", 2**20) if most < 10_000 * 2**20 else ("GiB", 2**30)
 
 
 def _bytes(count: int | None) -> str:
-    """Rounded up, so that the least possible fits as a cap."""
+    """Returns bytes as text, rounded up, since a printed least cap must fit if a user asks for it."""
     count = count or 0
     name, unit = _unit(count)
     return f"{count} bytes" if count < 2**20 else f"{-(-10 * count // unit) / 10:.1f} {name}"
@@ -148,28 +148,28 @@ def compare(
 ) -> Comparison:
     """Builds and simulates families over the same work.
 
-    The work of a rank per micro-batch is the same for all: its stages and the segments share it equally, or cost what
-    a model costs on a machine. A family that cuts no segments runs whole micro-batches; one that cannot have
-    ``stages_per_rank`` has the fewest that it can. Families that time their W by costs are given them, and ``auto`` the
-    cap, too, the tighter one of two.
+    Every family has equal work per rank and micro-batch: stages and segments share the work equally, or have the costs
+    of a model on a machine. Families without segments run whole micro-batches. A family that cannot have
+    ``stages_per_rank`` gets the fewest stages possible. Families that place W by costs get the costs; ``auto`` also
+    gets the tighter of two caps.
 
     Args:
-        names: families; none: all.
+        names: families; empty: all.
         num_ranks, num_microbatches, num_segments: P, M, k.
         stages_per_rank: v; None: each family's fewest.
         forward, backward, weight: seconds of one rank for a micro-batch; ``weight`` is the part of ``backward`` that a
             split backward puts off (None: half).
-        transfer, bandwidth: of a message, as in :meth:`seq1f1b.Schedule.simulate`.
+        transfer, bandwidth: seconds and bytes per second of a message, as in :meth:`seq1f1b.Schedule.simulate`.
         segment_sizes: tokens of each segment.
-        token_bytes: activation bytes that a token keeps on a rank, over all of its stages; needs ``segment_sizes``.
+        token_bytes: activation bytes that a token keeps on a rank, over all stages; needs ``segment_sizes``.
         message_bytes: bytes of a token between two stages; needs ``segment_sizes``.
-        model, hardware, layout, seq_len: in place of all those: costs, messages and bytes of
-            :class:`seq1f1b.planning.cost.CostModel`, in segments of equal time unless ``segment_sizes`` are given.
+        model, hardware, layout, seq_len: source of costs, messages and bytes, instead of the seconds and bytes above:
+            a :class:`seq1f1b.planning.cost.CostModel`, in segments of equal time unless ``segment_sizes`` are given.
             ``peak_bytes`` and ``cap_bytes`` are then all bytes of a device, as in ``seq1f1b.planning.search``.
-        cap_microbatches, cap_bytes: most activations that a rank may hold, in whole micro-batches of its own, in bytes.
+        cap_microbatches, cap_bytes: most activations that a rank may hold, in whole micro-batches of a rank, in bytes.
     Raises:
-        ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
-            arguments or beside token bytes; or no family is left, which names the least cap that one fits.
+        ValueError: unknown name, a number out of range, a missing size, a model without hardware or seq_len or beside
+            token bytes; or no family fits: the message names the least cap that lets a family fit.
     """
     given = dict(locals())
     del given["names"]
@@ -185,11 +185,11 @@ def compare(
     return Comparison(tuple(fitting), refused, None if model is None else (work.hardware.name, work.hardware.memory))
 
 
-_NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
+_NO_ROOM = 1  # a cap in bytes that makes orders hold as little as possible
 
 
 class _Work(SimpleNamespace):
-    """The work that every family does, and the caps that it has to keep: arguments of :func:`compare`, by name."""
+    """Work and caps common to all families: the arguments of :func:`compare`, by name."""
 
     def check(self) -> None:
         if self.model is not None:
@@ -224,7 +224,7 @@ class _Work(SimpleNamespace):
     # -- an order
 
     def rows(self, wanted: Sequence[Family]) -> tuple[list[FamilyRow], dict[str, str]]:
-        """The rows of the families that can be built, and why each of the others cannot."""
+        """Returns a row for each family that can be built, and the broken rule for each family that cannot."""
         rows, refused = [], {}
         for family in wanted:
             found = self._order(family)
@@ -235,8 +235,8 @@ class _Work(SimpleNamespace):
         return rows, refused
 
     def _order(self, family: Family) -> Schedule | str:
-        """The family with as many stages and segments as asked for, or what it can have in their place; or the rule
-        that it breaks."""
+        """Returns the family's order with the wanted stages and segments, else with the fewest stages or one segment;
+        returns the broken rule if neither can be built."""
         least, rule = family.stages_per_rank, None
         for v, k in product(
             dict.fromkeys((least if self.stages_per_rank is None else self.stages_per_rank, least)),
@@ -272,12 +272,12 @@ class _Work(SimpleNamespace):
         cap = math.inf if self.cap_bytes is None else self.cap_bytes
         orders = Orders(family, [price], cap, (), build, seconds)
         made = orders.made_for(cap)
-        # Nothing is made for a cap that is too low: the same order for each of them.
+        # All caps that are too low get one and the same order.
         return (made if made.peak <= cap else orders.made_for(_NO_ROOM)).schedule
 
     def _options(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        """Given costs, where a family takes them; and for "auto" the tighter one of two caps. Its row tells if that is
-        below one micro-batch."""
+        """Returns the options of the family: costs, and for "auto" the tighter of two caps, at least one micro-batch.
+        The row later shows that an order exceeds a cap below one micro-batch."""
         most = math.inf if self.cap_microbatches is None else self.cap_microbatches
         options, held = dict[str, Any](), self._unit_bytes(v, k)
         if self.model is None:
@@ -310,7 +310,7 @@ class _Work(SimpleNamespace):
             sizes, messages = price.sizes, price.message_bytes
             run = schedule.simulate(price.costs(schedule), **how)
             peak_bytes = max(rank.total for rank in price.rank_bytes(schedule))
-        crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
+        crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # per segment
         return FamilyRow(
             family=name,
             stages_per_rank=v,
@@ -334,19 +334,19 @@ class _Work(SimpleNamespace):
         return cost.price(self._sizes(k) or cost.split(k))
 
     def _sizes(self, k: int) -> Sequence[int] | None:
-        """Tokens of each of k segments, or of the whole sequence if the family cuts none; None: they were not given."""
+        """Returns the tokens of each of k segments, or of the whole sequence if k is 1; None if no sizes were given."""
         sizes = self.segment_sizes
         return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
 
     def _unit_bytes(self, v: int, k: int) -> list[int] | None:
-        """Activations of the units of one stage, where the bytes of a token were given."""
+        """Returns the activation bytes of each unit of one stage; None without sizes or bytes of a token."""
         sizes = self._sizes(k)
         return None if sizes is None or self.token_bytes is None else [-(-n * self.token_bytes // v) for n in sizes]
 
     # -- the caps
 
     def excess(self, row: FamilyRow) -> str | None:
-        """Why a row does not keep the caps; None where it does."""
+        """Returns how a row exceeds a cap; None if the row keeps both caps."""
         if self.cap_microbatches is not None and row.peak_microbatches > self.cap_microbatches:
             return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {self.cap_microbatches:g}"
         if self.cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > self.cap_bytes:
@@ -354,7 +354,7 @@ class _Work(SimpleNamespace):
         return None
 
     def nothing_fits(self, wanted: Sequence[Family], rows: Sequence[FamilyRow], refused: dict[str, str]) -> str:
-        """Says the least that could, and what needs less."""
+        """Returns an error text with the least cap that fits, and with ways to need less."""
         if not rows:
             return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
         if self.cap_bytes is None:

@@ -1,4 +1,4 @@
-"""The shape of a model of transformers from its ``config.json``: sizes, and the kinds of its layers."""
+"""Shape of a transformers model from a ``config.json``: sizes, and the kinds of layers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _EXPERTS = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok",),
 }
-_NARROW = {**_EXPERTS, "ffn": ("moe_intermediate_size",)}  # experts with a width of their own
+_NARROW = {**_EXPERTS, "ffn": ("moe_intermediate_size",)}  # experts have another width than dense layers
 _DENSE = {"experts": 1, "experts_per_token": 1}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 
 
 class _Config:
-    """The fields of a config; errors begin with the file's name."""
+    """Fields of a config; errors begin with the file's name."""
 
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name
@@ -52,7 +52,7 @@ class _Config:
         return default if value is None else float(value)
 
     def get(self, key: str, default: Any = None, least: int = 0) -> Any:
-        """A whole number, true or false; where the config does not say it the default, if that is not ``...``."""
+        """Returns a whole number, true or false; the default for a missing field, unless the default is ``...``."""
         value = self.data.get(key)
         if value is None:
             if default is ...:
@@ -81,14 +81,14 @@ class _Config:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of q, and of k or v."""
+        """Width of q over all heads, and of k or v over all heads."""
         heads = self["num_attention_heads"]
         return heads * self.head_dim, (self.get("num_key_value_heads") or heads) * self.head_dim
 
 
 def _matrices(c: _Config, of_hidden: int, *others: tuple[int, int]) -> Fields:
-    """Fields of a mixer's matrices: those that read hidden states write so many numbers; inputs and outputs of others,
-    the last of which writes hidden states."""
+    """Returns the fields of a mixer's matrices. of_hidden: numbers written by all matrices with hidden states as input;
+    others: inputs and outputs of each further matrix, the last of which writes hidden states."""
     return {
         "mixer": c.hidden * of_hidden + sum(reads * writes for reads, writes in others),
         "inner": of_hidden + sum(writes for _, writes in others[:-1]),
@@ -108,12 +108,12 @@ def _attention(
     sinks: bool = False,
     gated: bool = False,
 ) -> Fields:
-    """Grouped-query attention.
+    """Returns the fields of grouped-query attention.
 
     Args:
-        bias: of q, k and v: whether they have one, or the field that says so; out_bias: of the output, None: as those.
-        head_norms: "head": q and k have a norm over each head; "all": over all heads; or the field that says the first.
-        gated: the output has a gate as wide as it.
+        bias: whether q, k and v have a bias, or the config's field for it; out_bias: bias of the output, None: as bias.
+        head_norms: "head": q and k have a norm over each head; "all": over all heads; else a config field for "head".
+        sinks: a learned sink for each head. gated: a gate as wide as the output.
     """
     h, (q, g) = c.hidden, c.widths
 
@@ -129,7 +129,7 @@ def _attention(
 
 
 def _latent_attention(c: _Config) -> Fields:
-    """Multi-head latent attention: q, k and v come from narrow products."""
+    """Returns the fields of multi-head latent attention: narrow products make q, k and v."""
     h, heads, wide = c.hidden, c["num_attention_heads"], c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
     of_q, of_kv, value = c.get("q_lora_rank") or 0, c["kv_lora_rank"], c["v_head_dim"]
     first = of_kv + c["qk_rope_head_dim"]
@@ -149,7 +149,7 @@ def _latent_attention(c: _Config) -> Fields:
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
-_CHUNK = 64  # tokens that kernels of linear attention take together
+_CHUNK = 64  # tokens in a chunk of kernels of linear attention
 _SCAN = {
     "state": ("state_size", "mamba_d_state"),
     "conv": ("conv_kernel", "mamba_d_conv"),
@@ -171,12 +171,12 @@ def _names_of_scan(c: _Config) -> dict[str, str]:
 
 
 def _gated_delta(c: _Config) -> Fields:
-    """Gated delta rule. [Gated Delta Networks, arXiv:2412.06464, 3.3]"""
+    """Returns the fields of a gated delta rule. [Gated Delta Networks, arXiv:2412.06464, 3.3]"""
     h, heads, kernel = c.hidden, c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
     wide, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
     keys, values = c["linear_num_key_heads"] * wide, heads * value_dim
     mixed, projected = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
-    # In a chunk: products of k and q with k, two triangular solutions, their use; the state is read twice and written.
+    # Per chunk: products of k and q with k, two triangular solves, products with both; two reads and a write of state.
     scan = heads * (_CHUNK * (5 * wide + 3 * value_dim) + 6 * wide * value_dim)
     return {
         "heads": 0,
@@ -190,7 +190,7 @@ def _gated_delta(c: _Config) -> Fields:
 
 
 def _mamba2(c: _Config) -> Fields:
-    """State space duality. [Mamba-2, arXiv:2405.21060, 6]"""
+    """Returns the fields of state space duality. [Mamba-2, arXiv:2405.21060, 6]"""
     names = _names_of_scan(c)
     h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
     wide = c.get("mamba_d_ssm") or int(c.number(names["expand"], 2) * h)
@@ -210,7 +210,7 @@ def _mamba2(c: _Config) -> Fields:
 
 
 def _mamba(c: _Config, *, norms: bool = False) -> Fields:
-    """A selective scan. [Mamba, arXiv:2312.00752]. norms: of the step, and of B and C."""
+    """Returns the fields of a selective scan. [Mamba, arXiv:2312.00752]. norms: the step, B and C have norms."""
     names = _names_of_scan(c)
     h, size, kernel = c.hidden, c[names["state"]], c[names["conv"]]
     wide = c.get(names["wide"]) or int(c.number(names["expand"], 2) * h)
@@ -220,7 +220,7 @@ def _mamba(c: _Config, *, norms: bool = False) -> Fields:
         "heads": 0,
         **_matrices(c, 2 * wide, (wide, rank + 2 * size), (rank, wide), (wide, h)),
         "kept": 6 * wide + rank + 2 * size,
-        "scan": 8 * wide * size,  # a decay's exponent, three products, two sums of each number of the state
+        "scan": 8 * wide * size,  # per number of the state: a decay's exponent, three products, two sums
         "state": wide * size,
         "tail": wide * kernel,
         "other": wide * kernel + biases + wide * size + wide + norms * (rank + 2 * size),
@@ -228,24 +228,24 @@ def _mamba(c: _Config, *, norms: bool = False) -> Fields:
 
 
 def _short_convolution(c: _Config) -> Fields:
-    """A gated convolution over a few tokens."""
+    """Returns the fields of a gated convolution over a few tokens."""
     h, kernel = c.hidden, c["conv_L_cache"]
     other = h * kernel + bool(c.get("conv_bias", False)) * 5 * h
     return {"heads": 0, **_matrices(c, 3 * h, (h, h)), "kept": 6 * h, "tail": h * kernel, "other": other}
 
 
 def _lightning(c: _Config) -> Fields:
-    """Lightning attention: linear attention in blocks, whose decay is fixed. [MiniMax-01, arXiv:2501.08313]"""
+    """Returns the fields of lightning attention: linear, in blocks, with fixed decay. [MiniMax-01, arXiv:2501.08313]"""
     h, size, (q, _) = c.hidden, c.head_dim, c.widths
     scan = 4 * q * (c["block_size"] + size)
     return {"heads": 0, **_matrices(c, 4 * q, (q, h)), "kept": 9 * q, "scan": scan, "state": q * size, "other": q}
 
 
 def _both(c: _Config) -> Fields:
-    """Attention beside a Mamba-2 mixer."""
+    """Returns the fields of attention beside a Mamba-2 mixer."""
     h, (q, g) = c.hidden, c.widths
     of_state = _mamba2(c)
-    del of_state["heads"]  # those of attention
+    del of_state["heads"]  # the shape has attention's heads
     attention = {**_matrices(c, q + 2 * g, (q, h)), "kept": 2 * q, **_attention(c)}
     return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
 
@@ -254,7 +254,7 @@ def _both(c: _Config) -> Fields:
 
 
 def _dense_if(c: _Config, is_dense: bool, **sparse: int) -> Fields:
-    """A plain feed-forward in place of experts; else what a layer with experts has beside them."""
+    """Returns the fields of a plain feed-forward if the layer is dense, else ``sparse``, the fields beside experts."""
     return {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else sparse
 
 
@@ -264,18 +264,18 @@ def _by_step(c: _Config, layer: int, **beside: int) -> Fields:
 
 
 def _with_gated(c: _Config, layer: int) -> Fields:
-    """Beside a feed-forward that all tokens visit, through a gate of one number."""
+    """Returns fields of a layer with experts and a shared feed-forward behind a gate of one number per token."""
     return _by_step(c, layer, other=c.hidden, shared=c.get("shared_expert_intermediate_size", ..., 1))
 
 
 def _with_shared(c: _Config, layer: int) -> Fields:
-    """Beside feed-forwards that all tokens visit, behind some plain layers."""
+    """Returns fields of a layer with experts and shared feed-forwards; the first layers are dense."""
     shared = c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)
     return _dense_if(c, layer < c.get("first_k_dense_replace", 0), shared=shared)
 
 
 def _adjusted(c: _Config, layer: int) -> Fields:
-    """The width that Liquid's models make of the one in the config."""
+    """Returns the feed-forward's width in Liquid's models, adjusted from the width in the config."""
     width = int(c["intermediate_size"])
     if c.get("block_auto_adjust_ff_dim", True):
         width = int(c.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
@@ -294,7 +294,7 @@ def _granite_experts(c: _Config, layer: int) -> Fields:
 
 
 def _every(interval: str, default: int, others: str) -> Callable[[_Config, int], str]:
-    """The last of so many layers has full attention."""
+    """Returns a function of a layer's type: every n-th layer has full attention, the rest have type ``others``."""
 
     def type_of(c: _Config, layer: int) -> str:
         every = c.get(interval, default) or 0
@@ -319,13 +319,13 @@ class _Model:
     Attributes:
         attention: fields of a layer with attention.
         window: the library's default of ``sliding_window``.
-        mixers: of layers of other types than attention.
-        feed_forward: fields of a layer by its number; None: the feed-forward, or the experts, that the shape tells of.
-        names: of the shape's fields in the config, where they are not the usual ones.
-        type_of: the type of all layers, or of each by its number, where the config has no ``layer_types``.
-        tied: whether the head is the embedding, where the config does not say it.
-        norms: of hidden states in a layer.
-        fixed: fields of the shape that the config does not have.
+        mixers: fields of layers without plain attention, by type of layer.
+        feed_forward: fields of a layer by the layer's number; None: feed-forward or experts are as in the shape.
+        names: the config's names for fields of the shape, where the names differ from ``_SHAPE``.
+        type_of: type of all layers, or of each layer by number, if the config has no ``layer_types``.
+        tied: default for whether the head is the embedding.
+        norms: number of norms of hidden states in a layer.
+        fixed: fields of the shape that are missing in configs.
     """
 
     attention: Callable[[_Config], Fields] = _attention
@@ -431,10 +431,10 @@ MODELS: dict[str, _Model] = {
 
 
 def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields of a shape from those of a ``config.json``; errors begin with ``name``.
+    """Returns the fields of a shape from the fields of a ``config.json``; errors begin with ``name``.
 
     Raises:
-        ValueError: another ``model_type`` than in ``MODELS``, a layer of an unknown type, a field that is missing.
+        ValueError: a ``model_type`` that is not in ``MODELS``, a layer of an unknown type, a missing field.
     """
     c = _Config(data, name)
     if not isinstance(c.kind, str) or c.kind not in MODELS:
@@ -450,7 +450,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "heads" in found and "heads" not in model.fixed:
         found.setdefault("kv_heads", found["heads"])
         if c.hidden % c["num_attention_heads"]:
-            found.setdefault("head_dim", c.head_dim)  # rounded down, as the library has it
+            found.setdefault("head_dim", c.head_dim)  # rounded down, as in the library
     missing = [names[key][0] for key in ("hidden", "layers", "heads", "ffn", "vocab") if key not in found]
     if missing:
         raise ValueError(f"{name}: a config of {c.kind!r} without {', '.join(missing)}")

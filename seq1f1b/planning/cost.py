@@ -1,4 +1,4 @@
-"""A model in a pipeline on a machine, and the price of a step: its units' seconds and bytes, and peaks of the ranks."""
+"""A model in a pipeline on a machine, and the price of a step: seconds and bytes of units, peaks of ranks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
-_PIECES = 1024  # of the sequence whose costs a split balances
-_STATISTICS_BYTES = 12  # of a token: a maximum, a sum of exponentials, the target's logit
+_PIECES = 1024  # equal pieces of the sequence by whose costs a split is balanced
+_STATISTICS_BYTES = 12  # per token: a maximum, a sum of exponentials, the target's logit
 
 
 class CostModel:
-    """A model in a pipeline on a machine. :meth:`price` tells the seconds and bytes of its units.
+    """A model in a pipeline on a machine. :meth:`price` returns the seconds and bytes of units.
 
-    On a ``ProfiledHardware`` seconds, activations, cache and messages are the measured ones.
+    On a ``ProfiledHardware``, seconds, activations, cache and messages are measured.
 
     Args:
         model: a shape; hardware: a machine; layout: degrees and choices.
-        num_ranks, stages_per_rank: of the pipeline. seq_len: tokens of a micro-batch, of which there is one sequence.
+        num_ranks, stages_per_rank: counts of the pipeline. seq_len: tokens of a micro-batch, a single sequence.
     Attributes:
-        layers: of each stage.
-        parts: what the model's parts cost.
-        source: of the seconds of units: the parts, or :meth:`measured` ones.
+        layers: number of layers of each stage.
+        parts: costs of the model's parts.
+        source: source of the seconds of units: the parts, or :meth:`measured` units.
     Raises:
-        ValueError: a degree below 1 or one that does not divide what it shards, layers that do not sum to the model's,
-            documents that do not sum to the sequence, an unknown ``inside``; a profile of another model, or of less
-            than the layout asks for.
+        ValueError: a degree below 1, or a degree that does not divide the heads, experts or replicas; layers that do
+            not sum to the model's, documents that do not sum to the sequence, an unknown ``inside``; a profile of
+            another model, or without a measurement for the layout.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CostModel:
     def balanced(
         cls, model: ModelShape, hardware: Hardware, *, stages_per_rank: int = 1, layout: Layout, **counts: int
     ) -> CostModel:
-        """A model with :meth:`balanced_layers`, unless the layout gives the layers. Arguments as of the class."""
+        """Makes a model with :meth:`balanced_layers`, unless the layout gives layers. Arguments as for the class."""
         cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
         if layout.layers is not None:
             return cost
@@ -78,24 +78,24 @@ class CostModel:
         return cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
 
     def on(self, hardware: Hardware) -> CostModel:
-        """A model of these stages on another machine."""
+        """Returns a model with equal stages on another machine."""
         other = copy.copy(self)
         other.hardware, other.parts = hardware, self.parts.on(hardware)
         other.source, _ = other.parts, other.__dict__.pop("_piece_seconds", None)
         return other
 
     def measured(self, terms: Terms) -> CostModel:
-        """A model of these stages, whose units take what an engine measured; bytes and messages stay."""
+        """Returns a model with equal stages and bytes, and with the seconds of units that an engine measured."""
         other = copy.copy(self)
         other.source = MeasuredUnits(terms, self.source)
         return other
 
     def price(self, sizes: Sequence[int]) -> Price:
-        """Seconds and bytes of the units of a step whose sequences are alike, in segments of so many tokens."""
+        """Returns the price of a step of equal sequences. sizes: tokens of each segment."""
         return Price(self, [PackedRow(self._documents, tuple(sizes))], is_alike=True)
 
     def price_rows(self, rows: Sequence[PackedRow]) -> Price:
-        """Seconds and bytes of the units of a step of rows; the own length and documents do not count.
+        """Returns the price of a step of rows, which replace the model's ``seq_len`` and documents.
 
         Raises:
             ValueError: the layout copies prefixes.
@@ -107,7 +107,7 @@ class CostModel:
     # -- the sequence and the layers
 
     def span(self, begin: int, end: int) -> Span:
-        """Tokens ``[begin, end)`` of the sequence."""
+        """Returns the span of tokens ``[begin, end)`` of the sequence."""
         tokens, pairs, ends, within = spans_between(self._documents, (begin, end), self.parts.windows)
         return Span(tokens.item(), pairs.item(), ends.item(), tuple([each.item() for each in within]))
 
@@ -116,15 +116,15 @@ class CostModel:
         return self.layout.documents or (self.seq_len,)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
-        """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
-        costs = self._piece_seconds if any(self._piece_seconds) else [1.0]  # floors alone: all cuts are alike
+        """Returns sizes of segments. mix: 1 for equal time of F and B together by the model's rates, 0 equal length."""
+        costs = self._piece_seconds if any(self._piece_seconds) else [1.0]  # pieces cost nothing: cut by length
         return partition_sequence(
             self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
         )
 
     @cached_property
     def _piece_seconds(self) -> list[float]:
-        """F and B of equal pieces of the sequence."""
+        """Seconds of F and B together for equal pieces of the sequence."""
         pieces = min(self.seq_len, _PIECES)
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         spans = spans_between(self._documents, bounds, self.parts.windows)
@@ -134,7 +134,7 @@ class CostModel:
         return found
 
     def balanced_layers(self) -> tuple[int, ...]:
-        """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
+        """Returns the layers of each stage that make the slowest stage fastest, head included."""
         whole = self.span(0, self.seq_len)
         of_kinds = [self.parts.layer(whole, kind, False).total for kind in range(len(self.parts.counts))]
         layers, head = [of_kinds[place] for place in self.parts.places], self.parts.ends(whole)[1].total
@@ -143,7 +143,7 @@ class CostModel:
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
-        lasts = np.arange(self.model.layers - others, -1, -1)  # each stage but the last has one layer at least
+        lasts = np.arange(self.model.layers - others, -1, -1)  # every stage but the last has at least one layer
         slowest = np.maximum(lasts * layers[0] + head, -(-(self.model.layers - lasts) // others) * layers[0])
         last = int(lasts[slowest.argmin()])
         rest = self.model.layers - last
@@ -152,19 +152,19 @@ class CostModel:
     # -- links and the optimizer
 
     def links(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Latency and bytes per second of the edges between stages s and s + 1, [s]: ``Schedule.simulate`` takes them.
+        """Returns latency and bytes per second of the edges between stages s and s + 1, [s], for ``Schedule.simulate``.
 
-        Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
-        The next data-parallel replica comes behind the last rank.
+        Ranks fill one node after another, each rank on the devices that share a stage; a node holds whole ranks. The
+        next data-parallel replica follows the last rank.
         """
         return self._edges(rank_of_stage)[:2]
 
     def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
-        """Seconds of its sender's own time that a message takes, in the mean over all edges."""
+        """Returns the seconds for which a message occupies the sender, mean over all edges."""
         return self._edges(rank_of_stage)[2]
 
     def _edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
-        """:meth:`links` and :meth:`send_seconds`."""
+        """Returns the results of :meth:`links` and :meth:`send_seconds`."""
         hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.shards)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
         inside = [a == b for a, b in itertools.pairwise(nodes)]
@@ -174,9 +174,9 @@ class CostModel:
         return latencies, rates, sum(sends) / len(sends) if sends else 0.0
 
     def optimizer_seconds(self) -> list[float]:
-        """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
+        """Returns the seconds of each stage after the pipeline's part of a step; the stages of a rank add up.
 
-        They are the exposed part of the gradients' reduction, and the optimizer.
+        The seconds are the exposed part of the gradients' reduction, and the optimizer.
         """
         hw, d = self.hardware, self.layout.data
         moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
@@ -190,10 +190,10 @@ class PackedRow(NamedTuple):
     """One micro-batch of a step.
 
     Attributes:
-        documents: tokens of each of its documents, in their order.
-        sizes: tokens of each of its segments.
-        parents: of a tree, the segment that each follows; None: the one before it.
-        parts: of a tree, for each segment its tokens, or those of each leaf that shares it.
+        documents: tokens of each document, in order.
+        sizes: tokens of each segment.
+        parents: for a tree, the parent segment of each segment; None: a chain.
+        parts: for a tree, the tokens of each segment, by leaf where leaves share a segment.
     """
 
     documents: tuple[int, ...]
@@ -202,7 +202,7 @@ class PackedRow(NamedTuple):
     parts: tuple[tuple[int, ...], ...] | None = None
 
     def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
-        """Spans of the segments, for layers with these windows."""
+        """Returns the spans of the segments, for layers with the given windows."""
         documents = self.documents if self.parents is None else None
         return spans_of(self.sizes, documents, windows, self.parents, self.parts)
 
@@ -213,11 +213,11 @@ class RankBytes:
 
     Attributes:
         static: weights, gradients, optimizer state.
-        activations: of live units, with their logits and, where the backward is split, what I leaves to W.
+        activations: activations and logits of live units; with a split backward also the tensors that I leaves to W.
         kv, kv_gradients: slots of the cache.
         receive: places of incoming messages.
-        workspace: one unit's own.
-        reserve: the allocator's share, and what is held beside tensors.
+        workspace: temporary bytes of one unit.
+        reserve: the allocator's share, and memory held beside tensors.
     """
 
     static: int
@@ -230,20 +230,20 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all fields."""
         held = self.static + self.activations + self.kv + self.kv_gradients
         return held + self.receive + self.workspace + self.reserve
 
 
 class Price:
-    """Seconds and bytes of the units of a step, as an order of them takes both. :meth:`CostModel.price` makes one.
+    """Seconds and bytes of the units of a step, for building and simulating orders; :meth:`CostModel.price` makes it.
 
-    A table is an array [stage, unit]. The units are the segments of all rows, one after another; of micro-batches that
-    are alike, those of one.
+    A table is an array [stage, unit]. The units are the segments of all rows, one row after another. Equal
+    micro-batches are one row.
 
     Attributes:
-        cost: of the model on a machine.
-        rows: of the step; of micro-batches that are alike, one of them.
+        cost: the model on a machine.
+        rows: rows of the step; a single row stands for equal micro-batches.
         sizes: tokens of all segments, row after row.
         longest: tokens of the segments of the longest row.
     """
@@ -254,27 +254,27 @@ class Price:
         self._ends = list(itertools.accumulate(len(row.sizes) for row in rows))
         self._longest = max(range(len(rows)), key=lambda index: sum(rows[index].sizes))
         self.longest = list(rows[self._longest].sizes)
-        self._slot_tokens = cost.seq_len if is_alike else sum(self.longest)  # of the cache's slots
+        self._slot_tokens = cost.seq_len if is_alike else sum(self.longest)  # tokens of one slot of the cache
 
     @property
     def parents(self) -> list[tuple[int, ...] | None] | None:
-        """Parents of the segments of each row, as ``build_schedule`` takes it; None: no row is a tree."""
+        """Parents of the segments of each row, for ``build_schedule``; None if no row is a tree."""
         found = [row.parents for row in self.rows]
         return None if self._is_alike or all(own is None for own in found) else found
 
     # -- tables
 
     def _table(self, by_kind: Iterable[Any]) -> Any:
-        """A row for each stage, from values of all units of each kind of stages."""
+        """Returns a table from the values of all units, given by kind of stage."""
         return np.array(list(by_kind))[self.cost.parts.kinds]
 
     def microbatches(self, row: Any) -> list[Any]:
-        """The row of a stage in a table, by micro-batch; those that are alike are one."""
+        """Splits the row of a stage in a table by micro-batch; equal micro-batches are one part."""
         return np.split(row, self._ends[:-1])
 
     @cached_property
     def _span(self) -> Span:
-        """All segments, one span of arrays."""
+        """Spans of all segments, in arrays."""
         windows = self.cost.parts.windows
         if self._is_alike:
             return spans_between(self.rows[0].documents, list(itertools.accumulate(self.sizes, initial=0)), windows)
@@ -282,24 +282,24 @@ class Price:
 
     @cached_property
     def seconds(self) -> Any:
-        """Seconds of each pass, a ``PassSeconds`` of tables."""
+        """Seconds of each pass: a ``PassSeconds`` of tables."""
         return seconds_of(self.cost.source, self._span)
 
     @cached_property
     def shard_seconds(self) -> dict[str, Any]:
-        """Seconds of S, T, E and G of a vocabulary over the ranks, tables; {} where it is not, and in rows."""
+        """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
         is_spread = self.cost.parts.spreads and self._is_alike
         return shards_of(self.cost.source, self._span) if is_spread else {}
 
     @property
     def imbalance(self) -> float:
-        """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
+        """Relative excess of the slowest unit over the mean unit, each with F and B of all stages."""
         units = self.seconds.total.sum(0)
         return float(units.max() / units.mean() - 1.0)
 
     def moving_seconds(self) -> dict[str, Any]:
-        """Fields of :class:`seq1f1b.Costs`, tables: what a rank's tier takes for what a unit saves, out or back, and
-        what that takes of the rank's own time.
+        """Returns fields of :class:`seq1f1b.Costs`, tables of seconds to move a unit's saved bytes: of the tier, out or
+        back, and of the rank itself, out and back.
 
         Raises:
             ValueError: the machine has no tier.
@@ -312,14 +312,13 @@ class Price:
 
     @cached_property
     def message_bytes(self) -> Any:
-        """Bytes of a message on one of the devices that share a stage, an array [unit]."""
+        """Bytes of a message on one of the devices of a stage, an array [unit]."""
         return whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
-        """Costs of a step of the order; of rows without the optimizer, and what a message takes of its sender.
-
+        """Returns the costs of a step of the order; for rows, without optimizer and without seconds of senders.
         Args:
-            moves: units may move to a tier, as far as the machine has one.
+            moves: adds the seconds of units that move to a tier.
         """
         cost = self.cost
         latencies, rates, send = cost._edges(schedule.rank_of_stage)
@@ -340,21 +339,21 @@ class Price:
 
     @cached_property
     def _held(self) -> UnitBytes:
-        """Bytes of all units, tables."""
+        """Tables of the bytes of all units."""
         held = UnitBytes(*map(self._table, zip(*self.cost.parts.held(self._span.tokens), strict=True)))
         if self.cost.layout.copies_prefix:
-            held.saved[:, -1] += whole_bytes(self._cached(self.cost.seq_len)[0])  # the last copy: of all keys
+            held.saved[:, -1] += whole_bytes(self._cached(self.cost.seq_len)[0])  # the last copy has all keys
         return held
 
     def _cached(self, tokens: Any) -> tuple[Any, Any]:
-        """Keys and values of so many tokens on each stage, and their gradients; tokens may be those of all units."""
+        """Returns the bytes of keys and values, and of the gradients of both, by stage; tokens: a number or [unit]."""
         parts = self.cost.parts
         keys, gradients = zip(*(parts.cached(kind.counts, tokens) for kind in parts.stages), strict=True)
         return self._table(keys), self._table(gradients)
 
     def held_bytes(self) -> Any:
-        """Most that a unit holds before or after I, a table; the first segment's also its micro-batch's cache, which
-        goes when it is through. For orders made for a cap in bytes."""
+        """Returns a table of the most bytes that a unit holds before or after I, for orders with a cap in bytes. The
+        first segment includes the micro-batch's cache, which is freed after the first segment's backward."""
         first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
         saved, kept, added = self._held
         most = np.maximum(saved, kept + added)
@@ -362,8 +361,8 @@ class Price:
         return most
 
     def least_bytes(self) -> float:
-        """A bound that no order can go below: weights and one micro-batch, of a tree its longest path, in the mean over
-        the ranks."""
+        """Returns a lower bound of the peak of every order: weights and one micro-batch, or the largest path of a tree,
+        mean over the ranks."""
         cost, hw = self.cost, self.cost.hardware
         static = _state_bytes(cost) * sum(cost.parts.stage_parameters)
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
@@ -375,8 +374,8 @@ class Price:
 
     @cached_property
     def _unit_bytes(self) -> dict[str, Any]:
-        """Fields of :class:`seq1f1b.StepMemory` that no placement changes. With the cache where its pages come and go
-        with units; else all of it is held all through the step, and is not counted here."""
+        """Fields of :class:`seq1f1b.StepMemory` that do not depend on the placement of stages. The cache is included if
+        pages come and go with units; a cache that is held throughout the step is counted in ``rank_bytes``."""
         cost, parts, layout = self.cost, self.cost.parts, self.cost.layout
         names = ("activations", "kept_activations", "output_gradients")
         found: dict[str, Any] = dict(zip(names, self._held, strict=True))
@@ -387,14 +386,14 @@ class Price:
             found["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
         if self._releases:
             found["kv_rows"], found["kv_gradient_rows"] = map(whole_bytes, self._cached(self._span.tokens))
-        elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
+        elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
             copies = 2 * layout.copies_prefix * self._cached(cost.seq_len)[0]
             found["kv_gradients"] = whole_bytes(copies).tolist()
         return found
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
-        """Bytes of what units hold. What stays beside activations is as large as a message: an input that a stage of
-        the same rank handed over, and the gradient of the last stage's output that a loss within F has left."""
+        """Returns the bytes that units hold. ``staying`` counts tensors of a message's size beside activations: an
+        input from a stage of the same rank, and the gradient of the last stage's output from a loss within F."""
         in_loss, last = self.cost.layout.head_in_loss and not self.cost.parts.spreads, self.cost.num_stages - 1
         counts = [
             (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
@@ -404,10 +403,10 @@ class Price:
         return StepMemory(**self._unit_bytes, staying=staying)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
-        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
+        """Returns the bytes of all tensors of a step; :meth:`rank_bytes` adds workspace and the allocator's reserve."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         kv, gradients = self._cached(self._slot_tokens)
-        if cost.layout.copies_prefix:  # the last copy and its gradient
+        if cost.layout.copies_prefix:  # the last copy and the copy's gradient
             kv, gradients = 0.0 * kv, 2 * kv
         return replace(
             self.memory(rank_of_stage),
@@ -424,15 +423,15 @@ class Price:
 
     @property
     def _releases(self) -> bool:
-        """Whether the cache gives pages back as backwards end."""
+        """Whether the cache frees pages as backwards end."""
         hw = self.cost.hardware
         return not self.cost.layout.copies_prefix and 0 < hw.release_tokens <= self._slot_tokens
 
     # -- bytes of ranks
 
     def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
-        """The peak of every rank under an order. Slots of the cache are as long as the longest row, or, where rows are
-        trees, as the order needs on that rank."""
+        """Returns the peak of every rank under an order. A slot of the cache is as long as the longest row; with trees,
+        as long as the order needs on the rank."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         with_work = peaks = schedule.peak_memory(memory, costs)
@@ -446,7 +445,7 @@ class Price:
         ranks = []
         for rank, stages in enumerate(stages_of):
             work = with_work.total[rank] - peaks.total[rank] + standing[last in stages]
-            if cost.layout.tensor > 1:  # whole hidden states that collectives of one unit have gathered or will scatter
+            if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
                 layers = max(cost.layers[stage] for stage in stages)
                 whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
                 work += hw.collective_buffers * layers * whole
@@ -468,8 +467,8 @@ class Price:
         return ranks
 
     def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
-        """The cache of every rank, and its gradients: each stage has the slots that it needs at its own peak, all
-        through the step. Zeros where pages come and go, or segments copy their prefix."""
+        """Returns the bytes of cache, and of cache gradients, by rank: each stage keeps the slots of its own peak
+        throughout the step. Zeros if pages come and go, or if segments copy prefixes."""
         P, parts = schedule.num_ranks, self.cost.parts
         kv, gradients, tokens = [0.0] * P, [0.0] * P, [self._slot_tokens] * P
         if self._releases or self.cost.layout.copies_prefix:
@@ -477,7 +476,7 @@ class Price:
         if schedule.parents is not None:
             sizes = array("q", self.sizes)
             tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
-        for stages in zip(*stages_of, strict=True):  # one of each rank
+        for stages in zip(*stages_of, strict=True):  # one stage of each rank
             counted = [int(stage in stages) for stage in range(schedule.num_stages)]
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             for rank, stage in enumerate(stages):
@@ -487,8 +486,8 @@ class Price:
         return kv, gradients
 
     def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:
-        """Bytes beyond the peak that an allocator keeps if blocks of one length serve no other: the peaks of segments
-        of each length together, less that of all, and copies of each prefix but the first and the last."""
+        """Returns the bytes beyond the peak that an allocator keeps, by rank, if blocks of one length serve no other
+        length: the sum of the peaks by length less the joint peak; plus copies of prefixes, but for first and last."""
         share, lengths = self.cost.hardware.length_pools, set(self.sizes)
         if share == 0 or len(lengths) == 1 or not self._is_alike:
             return [0] * schedule.num_ranks
@@ -506,6 +505,6 @@ class Price:
 
 
 def _state_bytes(cost: CostModel) -> float:
-    """Weight, gradient and optimizer state of one parameter."""
+    """Returns the bytes of weight, gradient and optimizer state of one parameter."""
     hw = cost.hardware
     return hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data

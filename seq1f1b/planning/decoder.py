@@ -1,4 +1,4 @@
-"""Profiles a decoder of a given shape, in as many processes as will share the machine: ``seq1f1b profile``."""
+"""Profiles of a decoder of a given shape, measured in several processes on one machine: ``seq1f1b profile``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["check_decoder", "expected_seconds", "profile_decoder", "profile_mode
 
 
 class _Block(nn.Module):
-    """One layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """Decoder layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     def __init__(self, model: ModelShape, index: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def check_decoder(model: ModelShape, seq_len: int) -> None:
-    """Raises ``ValueError`` unless :func:`profile_model` can build this shape and cut so many tokens."""
+    """Raises ``ValueError`` unless :func:`profile_model` can build the shape and cut ``seq_len`` tokens."""
     model.flops(0, seq_len)  # raises unless the shape is sound
     cuts_of(seq_len, SEGMENTS)
     if model.experts > 1 or not has_equal_layers(model):
@@ -102,16 +102,15 @@ def profile_model(
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, StageTimes]:
-    """Measures a decoder of this shape: a stage of ``layers`` layers, one of a single layer, the embedding, and norm,
-    head and loss.
+    """Measures a decoder: a stage of ``layers`` layers, a stage of a single layer, the embedding, and norm, head, loss.
 
     Args:
-        device: where the stages lie.
-        offload: a directory, or ``seq1f1b.HOST`` on GPUs, whose rates as a tier are measured as well.
+        device: device of the stages.
+        offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there.
     Returns:
-        What ``make_profile`` takes, by name; no ends where the shape has no vocabulary.
+        Arguments of ``make_profile``, by name; without embedding and head if the shape has no vocabulary.
     Raises:
-        ValueError: the shape is unsound, its head size is odd, or it has experts; or as ``measure_stage``.
+        ValueError: an unsound shape, an odd head size, experts, or layers of several kinds; or as ``measure_stage``.
     """
     check_decoder(model, seq_len)
     with torch.device(device):
@@ -139,12 +138,11 @@ def profile_model(
 # -- how long it takes -------------------------------------------------------------------------------------------------
 
 _STARTUP = 6.0  # seconds until the processes have imported torch, and of the first step
-_BESIDE_PRODUCTS = 1.5  # time of a pass over that of its products at the rate of a product alone
+_BESIDE_PRODUCTS = 1.5  # time of a pass over the time of its products, at the rate of a product alone
 
 
 def _work_in_order(model: ModelShape, settings: dict[str, Any]) -> list[float]:
-    """FLOP of everything that :func:`profile_model` measures by these arguments, an entry for each call of its
-    ``progress``."""
+    """Returns the FLOP of a call of :func:`profile_model` with the settings, one entry per call of ``progress``."""
     seq_len, layers, moves = settings["seq_len"], settings["layers"], settings["offload"] is not None
     cuts, layer = cuts_of(seq_len, SEGMENTS), model._replace(layers=1, vocab=0).flops(0, seq_len)
     steps, plain = WARM_UP + settings["repeats"], sum(WAYS.values())
@@ -169,10 +167,8 @@ def expected_seconds(
     device: str = "cpu",
     offload: Offload = None,
 ) -> float:
-    """About how long :func:`profile_decoder` takes: its FLOP at the rate of a matrix product, timed here and now.
-
-    A tier that is slower than the units takes longer.
-
+    """Returns the estimated seconds of :func:`profile_decoder`: FLOP at the rate of a matrix product, timed on the
+    spot. A tier slower than the units takes longer.
     Raises:
         ValueError, OSError: as :func:`profile_decoder`.
     """
@@ -192,7 +188,7 @@ def expected_seconds(
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-_shared: Any = None  # of a worker process, set as it starts: barrier, FLOP that the first one has measured, its number
+_shared: Any = None  # set at the start of a worker process: barrier, FLOP measured so far, number of the process
 
 
 def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
@@ -204,7 +200,7 @@ def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
 
 
 def _work(model: ModelShape, bf16: bool, settings: dict[str, Any]) -> dict[str, StageTimes]:
-    """:func:`profile_model` in one process, with these arguments."""
+    """Runs :func:`profile_model` in a worker process."""
     torch.manual_seed(0)
     (barrier, done, number), device = _shared, settings["device"]
     if device == "cuda":
@@ -218,14 +214,14 @@ def _work(model: ModelShape, bf16: bool, settings: dict[str, Any]) -> dict[str, 
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
             return profile_model(model, **settings, wait=barrier.wait, progress=progress)
     except BaseException:
-        barrier.abort()  # the others wait for this one
+        barrier.abort()  # otherwise the remaining processes wait without end
         raise
 
 
 def _settings(
     model: ModelShape, seq_len: int, layers: int, repeats: int, device: str, offload: Offload, **counts: int
 ) -> dict[str, Any]:
-    """Arguments of :func:`profile_model`. Raises before anything is measured; where no tier can be made, too."""
+    """Returns the arguments of :func:`profile_model`; raises before a measurement, also if the tier cannot be made."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
     if device == "cuda" and not torch.cuda.is_available():
@@ -255,21 +251,20 @@ def profile_decoder(
     offload: Offload = None,
     progress: Callable[[float], object] | None = None,
 ) -> Profile:
-    """Runs :func:`profile_model` in several processes at the same time.
+    """Runs :func:`profile_model` in several processes at once and returns the profile.
 
-    There should be as many as the ranks that will share this machine, since they share its caches, its memory and its
-    clock.
+    Choose as many processes as ranks that will share the machine, because ranks compete for caches, memory and clock.
 
     Args:
-        threads: of each process.
-        bf16: measure under autocast.
-        device: "cpu" or "cuda"; processes take this machine's GPUs in turn.
-        offload: a directory, or ``seq1f1b.HOST`` on GPUs, whose rates as a
-            tier are measured as well: all processes move units there at once.
-        progress: called now and then with the share of the work that is done.
+        threads: threads of each process.
+        bf16: measures under autocast.
+        device: "cpu" or "cuda"; the processes take the machine's GPUs in turn.
+        offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there, while all processes
+            move units at once.
+        progress: called now and then with the finished share of the work.
     Raises:
-        ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
-        OSError: the directory takes no file, or fails.
+        ValueError: a count below 1, "cuda" without a GPU; or as :func:`profile_model`.
+        OSError: the tier's file cannot be made, written or read.
     """
     settings = _settings(model, seq_len, layers, repeats, device, offload, processes=processes, threads=threads)
     total = sum(_work_in_order(model, settings))

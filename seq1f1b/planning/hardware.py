@@ -1,7 +1,7 @@
-"""Machines and model shapes by name: data files with the source of every number beside it.
+"""Machines and model shapes by name: data files with a source beside every number.
 
-``presets/models`` holds shapes, ``presets/hardware`` machines. A number that is not certain has a range; what a machine
-does not state comes from ``default.json``.
+``presets/models`` holds shapes, ``presets/hardware`` machines. An uncertain number has a range; numbers that a machine
+does not state come from ``default.json``.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "prese
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and what joins it to others. Rates per second, in FLOP and bytes; times in seconds.
+    """A device and the links to further devices. Rates per second, in FLOP and bytes; times in seconds.
 
     Attributes:
         memory: bytes of a device.
         peak: rate of matrix products in the training dtype.
-        bandwidth: of its memory.
+        bandwidth: rate of the device's memory.
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
-        tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
-            CPU; 0: none.
-        host_memory: bytes of a node's host memory that its devices may pin for such a tier, all together; 0: the
-            machine is a CPU, or not described, and its tier is a file.
-        move_out, move_in: seconds of a rank's own for a byte that it sends there, and that it brings back.
+        tier_bandwidth: rate of the tier that takes units' saved bytes, each way: pinned host memory for a GPU, a file
+            for a CPU; 0: no tier.
+        host_memory: bytes of a node's host memory that all devices of the node together may pin for the tier; 0: the
+            machine is a CPU, or not described, and the tier is a file.
+        move_out, move_in: seconds that a byte takes of the rank's own time, on the way to the tier and on the way back.
         link_efficiency: share of a link's rate that messages and collectives reach.
-        release_tokens: sequences of so many tokens or more give pages of the cache back as backwards end; 0: none do.
+        release_tokens: least tokens of a sequence whose cache frees pages as backwards end; 0: the cache frees none.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
-        head_tile: attention works on heads of multiples of it; others are padded.
-        attention_*_rows: attention over a segment takes as long as over so many rows more.
-        saved_moves: times that element-wise operations of F move a byte that is saved; 1.5 times as often backward.
-        launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
+        head_tile: step of attention's head sizes; attention pads a head to a multiple.
+        attention_*_rows: rows added to a segment in the estimate of attention's time, for the ends of tiles.
+        saved_moves: moves of a saved byte by element-wise operations of F; backward has 1.5 times as many.
+        launch, *_kernels: seconds to launch a kernel, and kernels per layer: a pass takes at least the product of both.
         unit_overhead: the engine's own time per unit.
         split_backward_extra: share by which I + W take longer than B.
-        inside_send, between_send: seconds of a rank's own for a message, where it waits for it.
-        *_exposed: share of that parallelism's communication that no computation hides.
-        collective_latency: seconds of a collective of tensor parallelism beyond its bytes.
-        activation_factor: saved activations over the tensors counted here.
-        allocator_reserve: share of what changes during a step that fragments lose.
-        length_pools: 1 where freed blocks of segments of one length do not serve another length, 0 where they do.
+        inside_send, between_send: seconds for which a message occupies the sender.
+        *_exposed: share of the communication of tensor, expert or data parallelism that no computation hides.
+        collective_latency: seconds of a collective of tensor parallelism, without the transfer of bytes.
+        activation_factor: factor from the tensors counted in ``by_parts`` to saved activations.
+        allocator_reserve: share of the bytes changing during a step that the allocator loses to fragments.
+        length_pools: 1 if freed blocks of segments of one length do not serve another length, else 0.
         collective_buffers: whole hidden states of a segment, per layer of a unit under tensor parallelism, that stay
-            allocated until the device is through with the unit.
-        context_bytes: held beside tensors.
-        element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
-        spread: (low, high) of every field that is not certain.
-        sources: where each field comes from.
+            allocated until the device has finished the unit.
+        context_bytes: memory held beside tensors.
+        element_bytes: bytes of a weight or activation; gradient_bytes and optimizer_bytes: per parameter.
+        spread: (low, high) of every uncertain field.
+        sources: source of each field.
     """
 
     name: str
@@ -106,12 +106,12 @@ class Hardware:
 
     @property
     def host_share(self) -> float:
-        """Bytes of pinned host memory for each device of a full node, 0 if its tier is none of host memory."""
+        """Bytes of pinned host memory for each device of a full node; 0 if the tier is not host memory."""
         return self.host_memory / self.node_size
 
     @property
     def device_type(self) -> str:
-        """The kind of devices as torch calls it, ``"cuda"`` or ``"cpu"``."""
+        """Torch's name for the kind of device, ``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.host_memory else "cpu"
 
     rates: ClassVar[str] = "assumed rates"
@@ -120,25 +120,25 @@ class Hardware:
     """The kinds of ``Layout(inside=)`` that it has seconds of."""
 
     def link(self, devices: float) -> float:
-        """Bytes per second among so many neighbouring devices."""
+        """Returns the bytes per second among a number of neighbouring devices."""
         return (self.inside_bandwidth if devices <= self.node_size else self.between_bandwidth) * self.link_efficiency
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
-        """Seconds and bytes of a model in stages of so many layers on this machine."""
+        """Returns the seconds and bytes of a model on the machine, in stages of the given layers."""
         return ByParts(model, self, layout, layers, num_ranks)
 
 
 @dataclass(frozen=True)
 class ProfiledHardware(Hardware):
-    """A machine on which the units of a model were measured: ``profile`` stands for rates, launches and efficiencies.
+    """A machine with measured units of a model: ``profile`` replaces rates, launches and efficiencies.
 
-    Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
+    Memory, links and optimizer come from the machine; bytes of activations, cache and messages are measured.
 
     Attributes:
         measured_forward, measured_input, measured_weight, measured_backward, measured_recompute, measured_ends: factors
-            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, within twice the spread
-            of the fit.
-        measured_runs: a factor on all of them; 1, within twice the spread from run to run.
+            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, with a range of twice
+            the spread of the fit.
+        measured_runs: factor on all measured seconds; 1, with a range of twice the spread from run to run.
     """
 
     profile: Profile = field(kw_only=True)
@@ -151,18 +151,18 @@ class ProfiledHardware(Hardware):
     measured_runs: float = 1.0
 
     rates: ClassVar[str] = "measured units"
-    insides: ClassVar[tuple[str, ...]] = ("none",)  # stages were measured as they are
+    insides: ClassVar[tuple[str, ...]] = ("none",)  # a profile measures stages without recomputation
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
-        """Seconds and bytes of a model in stages of so many layers, as they were measured."""
+        """Returns the measured seconds and bytes of a model, in stages of the given layers."""
         return ByProfile(model, self, layout, layers, num_ranks)
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
-        """The profile, and of the machine what no profile measures, or this one did not: a tier.
+        """Makes a machine from a profile; unmeasured fields, and the tier if unmeasured, come from ``machine``.
 
         Raises:
-            ValueError: the profile is of another kind of device than the machine.
+            ValueError: profile and machine have different kinds of device.
         """
         if profile.device != machine.device_type:
             raise ValueError(
@@ -193,13 +193,13 @@ _PRESETS = resources.files("seq1f1b") / "presets"
 
 
 def presets(kind: str) -> tuple[str, ...]:
-    """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
+    """Returns the names for :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``)."""
     names = (entry.name.rpartition(".")[::2] for entry in (_PRESETS / kind).iterdir())
     return tuple(sorted(name for name, suffix in names if suffix == "json" and name != "default"))
 
 
 def _read(kind: str, name: str) -> dict[str, Any]:
-    """A preset by its name, or any file whose path ends in .json."""
+    """Reads a preset by name, or a file whose path ends in .json."""
 
     def fields_in(text: str) -> dict[str, Any]:
         try:
@@ -220,11 +220,11 @@ def _read(kind: str, name: str) -> dict[str, Any]:
 
 
 def load_model(name: str) -> ModelShape:
-    """A shape of ``presets/models``, of a file of the same form, or of a model of transformers by its ``config.json``.
+    """Loads a shape: a name in ``presets/models``, a file of equal form, or a transformers model's ``config.json``.
 
     Raises:
-        ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field. A
-            ``config.json`` of another architecture than those in ``seq1f1b.planning.configs.MODELS``.
+        ValueError: an unknown preset; a field that is unknown, missing or no whole number, with file and field in the
+            message; a ``config.json`` of an architecture that is not in ``seq1f1b.planning.configs.MODELS``.
         OSError: the file cannot be read.
     """
     data = _read("models", name)
@@ -235,12 +235,12 @@ def load_model(name: str) -> ModelShape:
 
 
 def load_hardware(name: str) -> Hardware:
-    """A machine of ``presets/hardware``, or of a file of the same form, over the defaults.
+    """Loads a machine: a name in ``presets/hardware``, or a file of equal form. Missing fields come from the defaults.
 
-    A field is ``{"value": number, "source": text}``, with ``"low"`` and ``"high"`` where it is not certain.
+    A field is ``{"value": number, "source": text}``; an uncertain field also has ``"low"`` and ``"high"``.
 
     Raises:
-        ValueError: no such preset; a field that is unknown, missing, not a number, or outside its range.
+        ValueError: an unknown preset; a field that is unknown, missing, not a number, or outside the field's range.
         OSError: the file cannot be read.
     """
     data = {**_read("hardware", "default"), **_read("hardware", name)}

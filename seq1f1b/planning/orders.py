@@ -1,4 +1,4 @@
-"""Orders of a family for the units of a step: built for their costs, and made to fit within a cap of memory."""
+"""Orders of a family for the units of a step: built for the units' costs, and made to fit within a cap of memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from seq1f1b.schedule import Family, Schedule, families
 
 __all__ = ["Made", "Orders", "families_named"]
 
-_CAP_TRIES = 4  # orders for one cap
-_TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # of the host memory, tried until an order fits
-_LEVELS = (1.0, 2.0, 4.0, 0.5)  # that orders with remedies hold, of what 1F1B does beyond its first micro-batch
+_CAP_TRIES = 4  # orders tried for one cap
+_TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
+_LEVELS = (1.0, 2.0, 4.0, 0.5)  # caps of orders with remedies are 1 + level (P - 1) / k micro-batches
 
 
 def families_named(names: Collection[str]) -> list[Family]:
-    """The families of these names."""
+    """Returns the families with the given names."""
     known = {family.name: family for family in families()}
     for name in names:
         if name not in known:
@@ -30,25 +30,25 @@ def families_named(names: Collection[str]) -> list[Family]:
 
 
 class Made(NamedTuple):
-    """An order, the options that it was built with, and its bytes."""
+    """An order, the options of its construction, and the bytes of its ranks."""
 
     schedule: Schedule
     options: dict[str, Any]
     ranks: list[RankBytes]
-    peak: int  # of the rank that holds most
+    peak: int  # bytes of the rank that holds most
 
 
 class Orders(NamedTuple):
-    """The orders of one family for the units of a step.
+    """Orders of one family for the units of a step.
 
     Attributes:
-        prices: of the units, for steps of each length, the longest last.
+        prices: prices of the units, for steps of each length, the longest last.
         cap: bytes that a rank may hold.
-        remedies: what units may do until an order fits, see :meth:`seq1f1b.Schedule.fit`.
-        build: makes an order from options of the family.
-        seconds: times an order.
-        is_quick: one order for each cap, and one level: a first look at an order that is searched for.
-        is_whole: whole backwards alone, with what their units compute twice also in a first look.
+        remedies: ways of units to save memory until an order fits, see :meth:`seq1f1b.Schedule.fit`.
+        build: function that makes an order from options of the family.
+        seconds: function that times an order.
+        is_quick: tries one order for each cap, and one level: a first look at a searched order.
+        is_whole: tries whole backwards alone; the last order counts recomputation even in a first look.
     """
 
     family: Family
@@ -62,11 +62,11 @@ class Orders(NamedTuple):
 
     @property
     def price(self) -> Price:
-        """That of the longest steps, for which orders are made."""
+        """Price of the longest steps, for which orders are made."""
         return self.prices[-1]
 
     def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> Made:
-        """An order with the bytes of its ranks under the length that takes most."""
+        """Returns the order with the bytes of each rank, the most over all lengths."""
         ranks = self.prices[0].rank_bytes(schedule)
         for price in self.prices[1:]:
             both = zip(ranks, price.rank_bytes(schedule), strict=True)
@@ -74,22 +74,21 @@ class Orders(NamedTuple):
         return Made(schedule, options, ranks, max([rank.total for rank in ranks]))
 
     def make(self, options: dict[str, Any]) -> Made:
-        """The order of these options."""
+        """Builds the order with the given options, and counts the bytes."""
         return self.with_bytes(self.build(options), options)
 
     def made_for(self, cap: float) -> Made:
-        """The order of the family; of one that takes a cap in bytes, the fastest that fits in ``cap``, of several made
-        for what the one before left of it; of one that may split the backward or not, the faster of both.
+        """Returns the family's order within ``cap``; if no order fits, the order that holds least.
 
-        Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations
-        and cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds
-        least.
+        A family with a choice gets the faster of split and whole backwards. A family with a cap in bytes counts every
+        unit at the unit's largest size, and has no count of weights or workspace. So several orders are made in turn,
+        each for the bytes that the order before left to activations and cache; the fastest order that fits is returned.
         """
         if "costs" not in self.family.options:
             return self.make({})
         price, takes_cap = self.price, "cap_bytes" in self.family.options and cap < math.inf
         held, options = price.held_bytes(), self._ways()
-        if takes_cap and price.least_bytes() > cap:  # no order fits: this one holds about as little as any
+        if takes_cap and price.least_bytes() > cap:  # no order fits: room for a single micro-batch holds about least
             return self.make(options[-1] | {"unit_bytes": held, "cap_bytes": self._one_microbatch()})
         choices = list(map(self.make, options))
         if len(choices) > 1:
@@ -98,7 +97,7 @@ class Orders(NamedTuple):
         if made.peak <= cap or not takes_cap:
             return made
         free, share = made.options, 1 + price.cost.hardware.allocator_reserve
-        least = [0] * made.schedule.num_ranks  # one micro-batch
+        least = [0] * made.schedule.num_ranks  # bytes of one micro-batch
         for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
             least[rank] += max(int(units.sum()) for units in price.microbatches(row))
         room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
@@ -108,13 +107,14 @@ class Orders(NamedTuple):
             room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
             made = self.make(free | {"unit_bytes": held, "cap_bytes": room})
             tried.append(made)
-            aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower after too much
+            aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
         return min(tried, key=lambda made: self._place(made, cap))
 
     def with_remedies(self) -> Made:
-        """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
-        orders that hold more or fewer micro-batches, each made to fit, the best one then searched again with what its
-        units compute twice.
+        """Returns the order of a family with a cap in bytes, with units that recompute or move.
+
+        Tries orders that hold more or fewer micro-batches, makes each fit, and takes the fastest. The fastest is then
+        searched for again, with the seconds of recomputation in the costs.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
         tried: list[tuple[tuple[float, int], Made]] = []
@@ -141,10 +141,10 @@ class Orders(NamedTuple):
         return best()[1]
 
     def fit(self, made: Made) -> Made:
-        """The order with units that recompute or move until no rank holds more than the cap, or no unit is left.
+        """Returns the order with units that recompute or move until every rank fits in the cap, or no unit is left.
 
-        Units move as far as the machine's host memory takes them; less far where a rank could not hold all that comes
-        back.
+        The machine's host memory limits moves. Smaller shares of the host memory are tried if a rank could not hold the
+        bytes that come back.
         """
         price, schedule, hw = self.price, made.schedule, self.price.cost.hardware
         memory = price.memory(schedule.rank_of_stage)
@@ -160,12 +160,12 @@ class Orders(NamedTuple):
         return made
 
     def _place(self, made: Made, cap: float) -> tuple[float, int]:
-        """Sorts orders: the fastest that fits, or the one that holds least."""
+        """Returns the sort key of an order: seconds if the order fits, else infinity, and then bytes."""
         return self.seconds(made.schedule) if made.peak <= cap else math.inf, made.peak
 
     def _ways(self) -> list[dict[str, Any]]:
-        """Options of the costs and of the backward that are tried: split, if it may be, and whole, which has seconds of
-        its own."""
+        """Returns the options to try, each with costs: split backwards, and whole backwards with the seconds of B,
+        if the family has the choice."""
         seconds, cost, taken = self.price.seconds, self.price.cost, self.family.options
         options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
         if "transfer" in taken:
@@ -179,7 +179,7 @@ class Orders(NamedTuple):
         return [whole] if self.is_whole else [options, whole]
 
     def _one_microbatch(self) -> list[int]:
-        """Bytes of one micro-batch on each rank, wherever its stages are: in a loop or in a V."""
+        """Returns the bytes of one micro-batch on each rank, the larger of two placements of stages: a loop and a V."""
         price, P = self.price, self.price.cost.num_ranks
         loop, wave = [0] * P, [0] * P
         for stage, row in enumerate(price.held_bytes()):
@@ -191,9 +191,8 @@ class Orders(NamedTuple):
 
 
 def _with_recompute(made: Made, price: Price) -> list[Any]:
-    """Seconds of F, I and W, where I has the R of the share of its units that are recomputed: of those of its segment,
-    or of a micro-batch of its own."""
+    """Returns the seconds of F, I and W, where I includes R times the share of recomputed units among equal units."""
     forward, inputs, weight = made.options["costs"]
     kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
-    again = (kinds == "R").reshape(len(kinds), -1, len(price.sizes))  # [stage, micro-batch that is alike, unit]
+    again = (kinds == "R").reshape(len(kinds), -1, len(price.sizes))  # [stage, one of equal micro-batches, unit]
     return [forward, inputs + price.seconds.recompute * again.sum(1) / again.shape[1], weight]

@@ -1,4 +1,4 @@
-"""Rows that begin alike, as trees: a prompt once, and every response after it."""
+"""Trees from rows with common prefixes: one copy of a prompt, followed by every response."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ __all__ = ["PrefixTrees"]
 Ragged: TypeAlias = "Tensor | Sequence[Tensor]"
 """Something for each token of each row: (rows, longest), padded, or a one-dimensional tensor for each row."""
 
-_OWN = ("labels", "weights")  # of a target, beside what the caller names
+_OWN = ("labels", "weights")  # values of every target, beside the caller's named values
 _NO_LABEL = -100
 
 
 class PrefixTrees:
-    """Rows of tokens as trees: what rows begin with alike is in a tree once, so that a step computes it once.
+    """Rows of tokens as trees: a tree has one copy of a prefix common to several rows, so a step computes it once.
 
-    A row of n tokens has n - 1 targets: each token but the first is the target of the one before it. The last token
-    is no input, since nothing follows it. A node of a tree is a run of inputs that some rows share. It ends before the
-    last token that they share, which is repeated at the head of every branch. So each token of a tree has one target:
-    the next token of its own path. A shared target stands for all its rows: its weight is the sum of theirs. Where the
-    named values of two rows differ at a target that both supervise, their sharing ends before it.
+    A row of n tokens has n - 1 targets: each token but the first is the target of the token before. The last token is
+    no input, since no token follows. A node of a tree is a run of inputs shared by some rows. A node ends before the
+    last shared token, which is repeated at the head of every branch. So each token of a tree has one target: the next
+    token on the token's own path. A shared target stands for all rows of the node; the weight is the sum over the rows.
+    If named values of two rows differ at a target that both rows supervise, sharing ends before the target.
 
     Args:
         input_ids: token ids of every row: (rows, longest), or a list of one-dimensional tensors.
-        loss_mask: for every token, how much it counts as a target, any finite number; 0: not at all. None: 1 each.
-        groups: one value for each row; rows share within a group only. Prompts' ids, for instance.
-        share_key: one value for each row; rows whose keys differ share nothing, even where their tokens agree: for
-            what else their hidden states depend on, such as an image, an adapter or expert routes.
-        min_shared: tokens that a node must have to be worth a unit of its own, where others follow it. A shorter one is
-            repeated in its branches, which follow its parent.
-        attention_mask: of padded rows, 1 for their tokens, which lie side by side, padded left or right. None: all are
-            tokens.
-        cost: of the model on a machine. Rows whose tree would take no less time than they do stay as they are, each a
-            tree of its own. None: all that can be shared is.
-        per_token: anything else that tokens have as targets, by name: advantages, old log-probabilities. (rows,
-            longest, ...) or a list, as ``input_ids``. The value at a token belongs to that token as a target; that of
-            the first one counts for nothing.
+        loss_mask: weight of every token as a target, any finite number; 0: no target. None: 1 for all tokens.
+        groups: one value for each row, such as a prompt's id; rows share within a group only.
+        share_key: one value for each row; rows with different keys share nothing, even if tokens agree: for further
+            inputs of hidden states, such as an image, an adapter or expert routes.
+        min_shared: least tokens of a node with children, to be worth a unit. A shorter node is repeated in all
+            branches, which follow the node's parent.
+        attention_mask: for padded rows, 1 at tokens. A row's tokens lie side by side, with padding left or right. None:
+            no padding.
+        cost: the model on a machine. Rows stay unshared, each a tree of its own, if the shared tree would take no less
+            time. None: all common prefixes are shared.
+        per_token: further values of tokens as targets, by name: advantages, old log-probabilities. (rows, longest, ...)
+            or a list, in the form of ``input_ids``. The value at a token belongs to the token as a target; a row's
+            first value is ignored.
     Raises:
-        TypeError, ValueError: an empty row, something of another length than its row, padding within a row, no row with
-            a target, or a number out of range. The message names the row.
+        TypeError, ValueError: an empty row, values of another length than the row, padding within a row, no row with a
+            target, or a number out of range. The message names the row.
 
     Attributes:
-        shapes: of each tree: what ``plan_step`` takes.
+        shapes: shape of each tree, for ``plan_step``.
         tokens: ids of each tree's tokens, node after node, (tokens,).
-        targets: of each tree, by name: "labels", ids of the next tokens, -100 where the weight is 0; "weights"; and
-            each of ``per_token``, 0 where no row supervises the target. (tokens, ...) each.
-        tree_of_row: the tree in which each row lies; -1: it has no target, or it lies in a tree that was not taken.
-        row_tokens, tree_tokens: inputs of all rows that lie in these trees, and of the trees.
-        told_apart: what ended sharing although the tokens agreed, in a sentence; "": nothing.
-        unshared: rows that stayed as they are because sharing does not pay by ``cost``.
+        targets: values of each tree's targets, by name, (tokens, ...) each: "labels", ids of the next tokens, -100
+            where the weight is 0; "weights"; and each name of ``per_token``, 0 where no row supervises the target.
+        tree_of_row: the tree of each row; -1: the row has no target, or lies in a tree that was not taken.
+        row_tokens, tree_tokens: number of inputs of all rows in the trees, and of the trees.
+        told_apart: a sentence with the reason why sharing ended although tokens agreed; "": no such reason.
+        unshared: rows left unshared, because sharing takes no less time by ``cost``.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class PrefixTrees:
             self.unshared = tuple(_that_pay_alone(rows, grown, cost))
         if self.unshared:
             for row in self.unshared:
-                labels[row] = -1 - row  # of its own
+                labels[row] = -1 - row  # a group of a single row
             grown = _grow(rows, weights, named, labels, min_shared)
         self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
         sizes = [shape.tokens for shape in self.shapes]
-        self._begins, self._most = list(accumulate(sizes[:-1], initial=0)), sum(sizes)  # of all trees, in one row
+        self._begins, self._most = list(accumulate(sizes[:-1], initial=0)), sum(sizes)  # places with all trees in a row
         is_supervised = grown.target >= 0
         source = torch.where(is_supervised, grown.target, -1 - grown.target)
         weight = grown.weight.to(torch.float32 if weights is None else weights.dtype)
@@ -111,22 +111,22 @@ class PrefixTrees:
         self.row_tokens, self.tree_tokens = rows.total - rows.num_rows, sum(sizes)
 
     def __len__(self) -> int:
-        """How many trees."""
+        """Returns the number of trees."""
         return len(self.shapes)
 
     @property
     def segment_sizes(self) -> list[list[int]]:
-        """For each tree the tokens of its nodes."""
+        """Tokens of each node, by tree."""
         return [list(shape.sizes) for shape in self.shapes]
 
     @property
     def parents(self) -> list[list[int]]:
-        """For each tree and node the number of the node that it follows, -1 for the root."""
+        """Number of each node's parent, by tree; -1 for the root."""
         return [list(shape.parents) for shape in self.shapes]
 
     @property
     def positions(self) -> list[Tensor]:
-        """Positions of each tree's tokens, counted along their path from 0, (tokens,)."""
+        """Positions of each tree's tokens, counted from 0 along the path from the root, (tokens,)."""
         spans = [span for shape in self.shapes for span in zip(shape.begins, shape.sizes, strict=True)]
         begins, sizes = torch.tensor(spans, device="cpu").T
         offsets = sizes.cumsum(0) - sizes
@@ -135,16 +135,16 @@ class PrefixTrees:
 
     @property
     def tree_token_ratio(self) -> float:
-        """Tokens that a step of rows computes, over those that a step of trees does, so at least 1."""
+        """Tokens of a step of rows over tokens of a step of trees, at least 1."""
         return self.row_tokens / self.tree_tokens
 
     def take(self, trees: Sequence[int]) -> PrefixTrees:
-        """Some of the trees, in this order: a replica's share, for instance.
+        """Returns some of the trees, in the given order: a replica's share, for instance.
 
         Args:
-            trees: their numbers, no one twice.
+            trees: numbers of trees, without repetition.
         Raises:
-            ValueError: there is no such tree, or one is named twice.
+            ValueError: a number is out of range or repeated.
         """
         if len(set(trees)) != len(trees) or any(not 0 <= tree < len(self) for tree in trees):
             raise ValueError(f"trees are {list(trees)}: must be numbers of 0..{len(self) - 1}, no one twice")
@@ -160,34 +160,34 @@ class PrefixTrees:
         return other
 
     def rows(self, values: Sequence[Tensor], *, fill: float = 0.0) -> Tensor | list[Tensor]:
-        """Gives what a step found for the targets back to the rows, in their order and shape.
+        """Returns a step's results for targets in the order and shape of the rows.
 
-        The value of a target stands at its token, as in ``per_token``; so log-probabilities of one step may be given
-        with the next.
+        A target's value stands at the target's token, as in ``per_token``: log-probabilities of one step can be passed
+        to the next step.
 
         Args:
-            values: of each tree's tokens, (tokens, ...), one dtype.
-            fill: at tokens that are no target: padding, the first token of a row, and rows of other trees.
+            values: a tensor (tokens, ...) for each tree, all of one dtype.
+            fill: value at tokens that are no target: padding, the first token of a row, and rows outside of the trees.
         Returns:
-            (rows, longest, ...) where the rows came so, or a list of (tokens, ...).
+            (rows, longest, ...) for padded rows, or a list of (tokens, ...).
         Raises:
-            ValueError: these are not the trees' tokens.
+            ValueError: number or lengths of the values differ from the trees.
         """
         found = [tuple(value.shape[:1]) for value in values]
         if found != [(shape.tokens,) for shape in self.shapes]:
             raise ValueError("values are not as many or not as long as the trees: give (tokens, ...) for each tree")
-        joined = values[0].new_full((self._most + 1, *values[0].shape[1:]), fill)  # its last one is at -1
+        joined = values[0].new_full((self._most + 1, *values[0].shape[1:]), fill)  # place -1 holds the fill
         for begin, value in zip(self._begins, values, strict=True):
             joined[begin : begin + len(value)] = value
         return self._rows.shaped(joined[self._place.to(joined.device)], fill)
 
 
 class _Rows:
-    """Rows of tokens, one after another, and the form in which they came."""
+    """Rows of tokens, one row after another, and the form of the caller's rows."""
 
     def __init__(self, input_ids: Ragged, attention_mask: Tensor | None) -> None:
-        self.shape: torch.Size | None = None  # of padded rows
-        self.index: Tensor | None = None  # of their tokens, where not all are
+        self.shape: torch.Size | None = None  # shape of padded rows
+        self.index: Tensor | None = None  # places of tokens among padding
         if isinstance(input_ids, Tensor):
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, must be (rows, tokens), or a list")
@@ -218,7 +218,7 @@ class _Rows:
         self.begin = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)])
 
     def flat(self, name: str, given: Ragged) -> Tensor:
-        """Values of all tokens, row after row, on the CPU."""
+        """Returns the values of all tokens, row after row, on the CPU."""
         if self.shape is not None:
             if not isinstance(given, Tensor) or given.shape[:2] != self.shape:
                 shape = tuple(given.shape) if isinstance(given, Tensor) else "a list"
@@ -237,7 +237,7 @@ class _Rows:
         return torch.cat([values.detach().cpu() for values in given]).contiguous()
 
     def shaped(self, flat: Tensor, fill: float) -> Tensor | list[Tensor]:
-        """Values of all tokens, in the form in which the rows came."""
+        """Returns the values of all tokens, in the form of the caller's rows."""
         if self.shape is None:
             return list(torch.split(flat, self.lengths))
         if self.index is not None:
@@ -248,7 +248,7 @@ class _Rows:
 
 
 def _mask_of(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
-    """Whether each is a token, on the CPU."""
+    """Returns a checked mask on the CPU: True at tokens, False at padding."""
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(input_ids.shape)}: must be alike"
@@ -274,7 +274,7 @@ def _weights(rows: _Rows, loss_mask: Ragged) -> Tensor:
 
 
 def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
-    """A number for each row; rows may share where it is the same."""
+    """Returns a number for each row; rows with equal numbers may share."""
     keys: list[list[Hashable]] = []
     for name, values in given.items():
         if values is None:
@@ -294,15 +294,14 @@ def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
 
 
 class _Grown(NamedTuple):
-    """The trees of rows, and how their tokens lie in one another.
+    """Trees of rows, and the places of rows' tokens in trees.
 
     Attributes:
-        tree_of_row: the tree of each row; -1: it has no target.
-        place: for each token of the rows, the token of all trees whose target it is; -1: the first one of its row.
-        target: for each token of the trees its target, a token of a row that supervises it; where none does, -1 less
-            such a token.
-        weight: for each token of the trees the sum of its rows' weights.
-        told_apart: as of ``PrefixTrees``.
+        tree_of_row: the tree of each row; -1: the row has no target.
+        place: by token of the rows, the token of the trees that has it as target; -1 for the first token of a row.
+        target: by token of the trees, the target t, a token of a row that supervises t; -1 - t if no row supervises t.
+        weight: by token of the trees, the sum of the rows' weights.
+        told_apart: see ``PrefixTrees``.
     """
 
     shapes: tuple[TreeShape, ...]
@@ -314,7 +313,7 @@ class _Grown(NamedTuple):
 
 
 def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
-    """The rows of trees that would take no less time than their rows, in units of the time that rows prefer."""
+    """Returns the rows of trees that would take no less time than separate rows, with units of the rows' best time."""
     rates, shapes = Rates.from_cost(cost), grown.shapes
     alone: list[list[int]] = [[] for _ in shapes]
     for row, tree in enumerate(grown.tree_of_row):
@@ -336,10 +335,10 @@ def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
 def _grow(
     rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int], min_shared: int
 ) -> _Grown:
-    """Follows the rows of a group while they agree, makes a node of that, and goes on with each of their branches.
+    """Grows trees: follows the rows of a group while tokens agree, makes a node, and goes on with each branch.
 
-    Nodes are in preorder. Trees, and children of a node, are in the order of their first rows. Rows that end on the
-    path of others need no node.
+    Nodes are in preorder. Trees, and children of a node, are in the order of first rows. A row that ends on the path of
+    another row needs no node.
     """
     if not isinstance(min_shared, int):
         raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
@@ -347,13 +346,13 @@ def _grow(
         raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
     compared = _Compared(rows, weights, named, labels)
     num_targets = compared.num_targets
-    trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of their nodes
+    trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of the nodes of each tree
     tree_of_row, total = [-1] * rows.num_rows, 0
-    runs: list[tuple[int, int, int, int]] = []  # row, the first of its targets in a node, their number, their place
+    runs: list[tuple[int, int, int, int]] = []  # row, first target in a node, number of targets, place in the trees
     stack = [(group, 0, 0, -1) for group in compared.branches([i for i, n in enumerate(num_targets) if n > 0], -1)]
     stack.reverse()
     while stack:
-        group, begin, known, parent = stack.pop()  # rows, where their next node begins, targets they agree on, a node
+        group, begin, known, parent = stack.pop()  # rows, begin of the next node, number of agreed targets, parent
         end = compared.agreed(group, known)
         branches = compared.branches([row for row in group if num_targets[row] > end], end)
         if branches and end - begin < min_shared:  # each branch repeats these tokens
@@ -395,7 +394,7 @@ def _grow(
 
 
 class _Compared:
-    """Rows beside each other: how far they agree, and in which branches they part."""
+    """Comparison of rows: the length of a common prefix, and the branches after it."""
 
     def __init__(self, rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int]) -> None:
         self.begin, self.num_targets = rows.begin.tolist(), [length - 1 for length in rows.lengths]
@@ -406,7 +405,7 @@ class _Compared:
 
     @property
     def told_apart(self) -> str:
-        """The reason why sharing ended although the tokens agreed; "": no such reason."""
+        """Reason why sharing ended although tokens agreed; "": no such reason."""
         if not self._num_apart:
             return ""
         return (
@@ -415,7 +414,7 @@ class _Compared:
         )
 
     def agreed(self, group: Sequence[int], known: int) -> int:
-        """How many targets all rows of the group agree on, as far as each goes."""
+        """Returns the number of targets on which all rows of the group agree, each row as far as its end."""
         longest = max(group, key=self.num_targets.__getitem__)
         end = self.num_targets[longest]
         if len(group) == 1:
@@ -440,10 +439,8 @@ class _Compared:
         return end
 
     def branches(self, group: Sequence[int], at: int) -> list[list[int]]:
-        """The rows by what they have at this target, -1: their label and first token; in the order of their first rows.
-
-        Rows that do not supervise the target go with others of its token.
-        """
+        """Returns groups of rows that agree at a target, in the order of first rows. At target -1, rows of a group have
+        equal labels and first tokens. Rows that do not supervise the target join rows of an equal token."""
         if len(group) < 2:
             return [list(group)] if group else []
         found: dict[Any, dict[bytes, list[int]]] = {}

@@ -1,6 +1,6 @@
-"""Measured costs of the units of a stage on a machine: the file that ``seq1f1b profile`` writes and plans use.
+"""Measured costs of the units of a stage on a machine: the file that ``seq1f1b profile`` writes and plans read.
 
-Needs no torch; :mod:`seq1f1b.planning.profiler` measures.
+Imports no torch; :mod:`seq1f1b.planning.profiler` measures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TIER = ("tier_out", "tier_in", "move_out", "move_in")
 
 
 class Sample(NamedTuple):
-    """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage.
+    """Measured unit of tokens ``[begin, begin + tokens)``: medians in seconds of the whole stage.
 
-    The passes come in the order of ``PASSES``; ``recompute`` is as in :class:`Part`.
+    The fields follow the order of ``PASSES``; :class:`Part` defines ``recompute``.
     """
 
     begin: int
@@ -42,29 +42,28 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """An end of the model, or one of the equal layers of a stage, for which its seconds and bytes are; one micro-batch.
+    """Seconds and bytes of the embedding, of the head, or of one of a stage's equal layers, for one micro-batch.
 
     Attributes:
-        layers: of the stage that was measured.
-        forward, backward: F and the whole B, as the engine runs them.
-        input, weight: I and W, as the engine runs them in an order that splits every backward. W reads no keys or
-            values, so it has no cost per pair.
-        recompute: R, less what F saves of its own time because it builds no graph then: ``forward`` and this one are
-            the seconds of both together, as the engine runs them.
-        noise: from run to run, half the interquartile range over the median, median over the samples.
-        saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B, or to I: floor, and per token.
-        kept_token_bytes: the part of these that W reads and that stays until W, per token.
-        gradient_token_bytes: what I adds to it, which are gradients of layers' outputs, per token.
-        moved_token_bytes: what goes to the tier when a unit is moved, per token; the rest of what is saved stays. 0
-            where no tier was measured.
-        forward_workspace_bytes, forward_workspace_token_bytes: most that F of a unit allocates for a while, beside all
-            this: floor, and per token of the unit. Its layers run one after the other, so it is once what one layer
-            takes.
-        workspace_bytes, workspace_token_bytes: the same of B.
-        input_bytes, input_token_bytes: most that I of a unit of one layer holds beyond what was there, gradients that
-            it leaves included: floor, and per token. Both are 0 where they were not measured.
-        kv_bytes, kv_gradient_bytes: of the cache, per token.
-        message_bytes: of what the stage returns, per token.
+        layers: number of layers of the measured stage.
+        forward, backward: F and the whole B in the engine.
+        input, weight: I and W in the engine, in an order that splits every backward. W reads no keys or values, and has
+            no cost per pair of tokens.
+        recompute: R, less the time saved by an F that builds no graph: ``forward`` + ``recompute`` are the engine's
+            seconds of F and R together.
+        noise: spread from run to run: half the interquartile range over the median, median over the samples.
+        saved_bytes, saved_token_bytes: bytes in the graph of a unit from F to B, or to I: floor, and per token.
+        kept_token_bytes: the part of the saved bytes that W reads, kept until W, per token.
+        gradient_token_bytes: gradients of layers' outputs, added by I for W, per token.
+        moved_token_bytes: bytes that go to the tier with a moved unit, per token; the rest of the saved bytes stays. 0
+            if no tier was measured.
+        forward_workspace_bytes, forward_workspace_token_bytes: most temporary bytes of a unit's F, beside all bytes
+            above: floor, and per token. Layers run one after another, so a unit needs the workspace of a single layer.
+        workspace_bytes, workspace_token_bytes: most temporary bytes of a unit's B, in the form of F's.
+        input_bytes, input_token_bytes: most bytes that I of a unit of one layer adds, gradients left to W included:
+            floor, and per token. Both are 0 if not measured.
+        kv_bytes, kv_gradient_bytes: bytes of the cache, per token.
+        message_bytes: bytes of the stage's output, per token.
     """
 
     layers: int
@@ -91,28 +90,28 @@ class Part:
     samples: tuple[Sample, ...]
 
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
-        """Every pass as it was measured. I + W is not B: a split costs something."""
+        """Returns the measured seconds of every pass. I + W exceeds B, since a split has a price."""
         return PassSeconds(*(getattr(self, name).seconds(tokens, pairs, floor) for name in PassSeconds._fields))
 
     def forward_workspace(self, tokens: int) -> float:
-        """Bytes that F of a unit allocates for a while."""
+        """Returns the temporary bytes of F of a unit."""
         return self.forward_workspace_bytes + self.forward_workspace_token_bytes * tokens
 
     def workspace(self, tokens: int) -> float:
-        """Bytes that B of a unit allocates for a while."""
+        """Returns the temporary bytes of B of a unit."""
         return self.workspace_bytes + self.workspace_token_bytes * tokens
 
     def unit_bytes(self, tokens: int, layers: int = 1) -> tuple[float, float, float]:
-        """Bytes that a unit of so many layers saves, what of them stays until W, and what I adds to all that was saved.
+        """Returns the bytes that a unit of some layers saves, keeps until W, and adds in I to the saved bytes.
 
-        As I goes back through the layers, gradients that it leaves to W take the place of what it frees. They count
-        with what stays. Only what exceeds the saved bytes and :meth:`workspace` while I runs counts as added.
+        As I goes back through the layers, gradients for W take the place of freed tensors, and count as kept. Added are
+        only the bytes by which I exceeds the saved bytes and :meth:`workspace`.
         """
         saved = self.saved_bytes + self.saved_token_bytes * tokens
         kept, gradients = np.minimum(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
         if not self.input_bytes and not self.input_token_bytes:
             return layers * saved, layers * kept, layers * gradients
-        grows = np.maximum(0.0, kept + gradients - saved)  # with each layer
+        grows = np.maximum(0.0, kept + gradients - saved)  # bytes added by each layer
         most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
         added = np.minimum(np.maximum(layers * grows, most - self.workspace(tokens)), layers * gradients)
         return layers * saved, layers * (kept + gradients) - added, added
@@ -120,25 +119,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile(_File):
-    """The costs of a model's parts on a machine.
+    """Costs of a model's parts on a machine.
 
     Attributes:
-        machine, torch, threads, dtype: where, and of the products ("bfloat16 autocast": weights are float32).
-        device: "cpu", or "cuda": times are those of the GPU, not of its host.
-        processes: that measured the same at the same time.
-        seconds: that measuring took.
-        seq_len: longest sequence that was measured.
-        model: the shape; its ``layers`` say nothing of the measured stage.
-        unit: seconds of a unit beyond those of its layers, by pass; zeros where stages of one number of layers were
-            measured.
+        machine, torch, threads, dtype: setting of the measurement; dtype of products, where "bfloat16 autocast" has
+            float32 weights.
+        device: "cpu", or "cuda": times of the GPU, not of the host.
+        processes: number of processes that measured at once.
+        seconds: duration of the measurement.
+        seq_len: longest measured sequence.
+        model: the shape; ``layers`` of the shape may differ from the measured stage.
+        unit: seconds of a unit without layers, by pass; zeros if all measured stages had equal numbers of layers.
         unit_overhead: the engine's own seconds between two units.
-        step_overhead: around a step.
-        layer, embedding, head: None: the model has no such end, or it is part of the others. The head's backward is
-            its own B; where it is in the loss the engine runs it at the end of F.
-        tier_out, tier_in: bytes per second of a process on their way to its tier and back, while all processes compute
-            and move. None: no tier was measured.
-        move_out, move_in: seconds by which a process's own units take longer for each byte that goes out, and that
-            comes back: to begin it, and what of it they feel beside them. None: no tier was measured.
+        step_overhead: seconds of a step outside of the order.
+        layer, embedding, head: the parts; None: the model has no such end, or the stage of layers contained the end.
+            The head's backward is a B here; the engine runs the backward of a head in the loss at the end of F.
+        tier_out, tier_in: bytes per second of a process to the tier and back, while all processes compute and move.
+            None: no tier was measured.
+        move_out, move_in: seconds by which a process's units slow down per byte moved out, and back: to start a move,
+            and to compute beside the move. None: no tier was measured.
     """
 
     machine: str
@@ -162,13 +161,13 @@ class Profile(_File):
     device: str = "cpu"
 
     def parts(self) -> dict[str, Part]:
-        """The parts that there are, by name."""
+        """Returns the measured parts, by name."""
         named = {"layer": self.layer, "embedding": self.embedding, "head": self.head}
         return {name: part for name, part in named.items() if part is not None}
 
     def spread(self, passes: str) -> float:
-        """Relative: of the fit of one of the layer's passes (``"forward"``), or of the ends (``"ends"``) by their
-        shares of the time; or from run to run (``"runs"``)."""
+        """Returns a relative spread: residual of the fit of a layer's pass (``"forward"``), mean residual of embedding
+        and head, weighted by time (``"ends"``), or noise between runs (``"runs"``)."""
         if passes == "runs":
             return self.layer.noise
         if passes != "ends":
@@ -182,7 +181,7 @@ class Profile(_File):
         return spread / whole if whole > 0 else 0.0
 
     def move_spread(self, name: str) -> float:
-        """Spread of ``move_out`` or ``move_in`` in seconds per byte: twice the noise between runs, for it is the
+        """Returns the spread of ``move_out`` or ``move_in`` in seconds per byte: twice the noise between runs of a
         difference of two times of F, or of B."""
         fit = self.layer.forward if name == "move_out" else self.layer.backward
         moved = self.layer.moved_token_bytes * self.seq_len
@@ -190,8 +189,8 @@ class Profile(_File):
         return 2 * math.sqrt(2) * self.layer.noise * seconds / moved if moved else 0.0
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
-        """Seconds of F and B of the whole model over each of so many equal pieces of a sequence, floors left out:
-        segments share them alike."""
+        """Returns the seconds of F and B of the whole model for each of ``num_pieces`` equal pieces of a sequence,
+        without floors, so that pieces add up to segments."""
         bounds = [seq_len * i // num_pieces for i in range(num_pieces + 1)]
         counts = {"layer": self.model.layers, "embedding": 1, "head": 1}
 
@@ -202,7 +201,7 @@ class Profile(_File):
         return list(itertools.starmap(cost, itertools.pairwise(bounds)))
 
     def to_text(self) -> str:
-        """A table of the fits."""
+        """Returns a table of the fits, and lines about bytes."""
         rows = [("part", "pass", "floor us", "us/token", "ns/pair", "fit +-", "runs +-")]
         for name, part in self.parts().items():
             for kind in PASSES.values():
@@ -231,7 +230,7 @@ class Profile(_File):
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The text of a profile file."""
+        """Returns the text of a profile file."""
         data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict(), "unit": self.unit._asdict()}
         for part in self.parts():
             for name in PASSES.values():
@@ -240,10 +239,10 @@ class Profile(_File):
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads what :meth:`to_json` writes.
+        """Reads the text of a profile file, as written by :meth:`to_json`.
 
         Raises:
-            ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
+            ValueError: no profile; a field that is unknown, missing, of a wrong type, negative or not finite.
         """
         fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
         profile = load(cls, fields, "profile", least=0)

@@ -1,4 +1,4 @@
-"""Measures what the units of a stage cost here, in the engine itself, and fits a Profile to it.
+"""Measures the costs of a stage's units on this machine, in the engine itself, and fits a Profile to the costs.
 
 :mod:`seq1f1b.planning.decoder` has the stages of ``seq1f1b profile``.
 """
@@ -33,30 +33,30 @@ from seq1f1b.where import Offload
 __all__ = ["StageTimes", "measure_stage"]
 
 SEGMENTS = (1, 2, 4, 8, 16)
-WARM_UP = 2  # steps whose times do not count: the first ones allocate
+WARM_UP = 2  # steps whose times do not count: the first steps allocate
 WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 """The ways in which each cut is measured, and its work in forwards: B counts as two of them, and so do I and W."""
-_REPEATED = ("unit_overhead", "step_overhead", "tier", "moving")  # fields of StageTimes, by repetition
-MOVED_WORK = 3  # the same of units that move to a tier and back
+_REPEATED = ("unit_overhead", "step_overhead", "tier", "moving")  # fields of StageTimes with an entry per repetition
+MOVED_WORK = 3  # work, in forwards, of a cut whose units move to a tier and back
 _LEAST_TOKENS = 16
-_APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them
+_APART = 1.5  # least ratio of the longest to the shortest unit for a line through both
 
 
 class StageTimes(NamedTuple):
     """Measurements of a stage by one process: seconds of the whole stage, one list entry per repetition.
 
     Attributes:
-        units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``; under ``R`` those of R
-            and of the F before it, which builds no graph, together.
-        saved: tokens and units that were live together, and the bytes of their graphs.
-        left: bytes per token that I leaves to W, one entry for each cut: what F saved of them, and what I added.
+        units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``; ``R`` has the sum of R
+            and of the F before R, which builds no graph.
+        saved: (tokens, units, bytes of graphs) live at once, one entry for each cut.
+        left: bytes per token that I leaves to W, one entry for each cut: the part saved by F, and the part added by I.
         kv, kv_gradients, message: bytes per token.
-        unit_overhead, step_overhead: seconds, one per repetition.
-        moved: bytes per token that a unit sent to its tier, 0 without one.
-        tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
-        moving: seconds per moved byte by which units take longer, out and back, the same.
-        workspace: tokens of a unit; most bytes that F, and that B, allocates for a while; most that I holds beyond what
-            was there, what it leaves to W included.
+        unit_overhead, step_overhead: seconds, one entry per repetition.
+        moved: bytes per token that a unit sent to the tier; 0 without a tier.
+        tier: bytes per second on the way out, and on the way back, per repetition; empty if no unit moved.
+        moving: seconds per byte by which moved units slow down, out and back, per repetition; empty if no unit moved.
+        workspace: (tokens of a unit, most temporary bytes of F, of B, most bytes added by I), one entry for each cut;
+            the bytes added by I include the tensors left to W.
     """
 
     layers: int
@@ -75,14 +75,14 @@ class StageTimes(NamedTuple):
 
 
 class _Feed(nn.Module):
-    """The stage before: hands on what it gets, so that the measured stage owes gradients of its inputs."""
+    """A stage before the measured stage: an identity that makes the measured stage compute gradients of inputs."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
 
 
 class _Sink(nn.Module):
-    """The stage after: notes the size of the messages, and gives something to go backward from."""
+    """A stage after the measured stage: adds up bytes of messages, and returns a scalar from which backward starts."""
 
     bytes = 0
 
@@ -105,27 +105,27 @@ def measure_stage(
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> StageTimes:
-    """Runs a stage in the engine, over lengths and offsets, and times its units.
+    """Runs a stage in the engine, over lengths and offsets, and times the units.
 
-    The sequence is cut into each number of equal segments in turn: F and B of every segment are a sample, with what
-    came before in the cache. The same cut then runs with every B split into I and W, and with every unit recomputed.
-    Where the inputs are floating-point, a stage before takes their gradients; where there is no loss, a stage after
-    takes the outputs. Gradients of parameters are added to ``.grad``, as in a step's later units. Run it with the
-    threads, and under the autocast, of the training.
+    The sequence is cut into each number of equal segments in turn. F and B of every segment are a sample, with the
+    earlier segments in the cache. Every cut then runs with every B split into I and W, and with every unit recomputed.
+    Floating-point inputs get a stage before, which takes gradients; without a loss, a stage after takes the outputs.
+    Gradients of parameters are added to ``.grad``, as in a step's later units. Call with the threads, and under the
+    autocast, of the training.
 
     Args:
-        make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or what a stage before would send.
-        layers: equal layers of the stage, of which the profile tells one.
-        loss_fn, make_target: of the last stage; the target is made as the inputs are.
-        segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
-        repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
-            this thread did not run; on a GPU, the shorter half.
-        offload: a directory, or ``seq1f1b.HOST``. One cut more, of a middle number of segments, is run with units that
-            move to a tier there.
-        wait: called before each, to keep several processes together.
-        progress: called when a number of segments is through.
+        make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or outputs of a previous stage.
+        layers: number of equal layers of the stage; a profile has the costs of one layer.
+        loss_fn, make_target: loss of the last stage; the target is made in the form of the inputs.
+        segments: numbers of segments to cut into; numbers that leave a segment fewer than 16 tokens are skipped.
+        repeats: measured steps of each cut. The half of the steps that was disturbed least counts: the steps in which
+            this thread was stopped for the shortest time; on a GPU, the shortest steps.
+        offload: a directory, or ``seq1f1b.HOST``. An additional cut, with a middle number of segments, runs with units
+            that move to a tier there.
+        wait: called before each step, to keep several processes in step.
+        progress: called after each number of segments.
     Raises:
-        ValueError: a count below 1, no cut that leaves enough tokens, or a loss without a target.
+        ValueError: a count below 1, fewer than two cuts with enough tokens, or a loss without a target.
         OSError: the tier's file cannot be made, written or read.
     """
     for name, value in (("seq_len", seq_len), ("layers", layers), ("repeats", repeats)):
@@ -150,10 +150,10 @@ def measure_stage(
 
 
 def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
-    """The numbers of segments that leave each segment enough tokens.
+    """Returns the numbers of segments that leave each segment enough tokens.
 
     Raises:
-        ValueError: there are fewer than two of them.
+        ValueError: fewer than two numbers are left.
     """
     cuts = [k for k in sorted(set(segments)) if k >= 1 and seq_len // k >= _LEAST_TOKENS]
     if len(cuts) < 2:
@@ -165,13 +165,13 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
 
 
 def few_cuts(cuts: Sequence[int]) -> list[int]:
-    """The numbers of segments into which a stage of one layer is cut: the units are short, so that what they take
-    beyond their layers is seen."""
+    """Returns the numbers of segments for a stage of one layer: the largest two, since short units show the seconds
+    beyond layers best."""
     return list(cuts[-2:])
 
 
 def moved_cut(cuts: Sequence[int]) -> int:
-    """The number of segments whose units move to the tier."""
+    """Returns the number of segments of the cut whose units move to the tier."""
     return cuts[len(cuts) // 2]
 
 
@@ -188,7 +188,7 @@ class _Case(NamedTuple):
     wait: Callable[[], object]
 
     def loss(self, tokens: int) -> Callable[[Any], Any]:
-        """Returns a function of a stage's outputs of so many tokens: the loss on the last stage, else the outputs."""
+        """Returns a function of a stage's outputs: the loss of ``tokens`` tokens, or without a loss an identity."""
         loss_fn, target = self.loss_fn, self.make_target and self.make_target(tokens)
         return (lambda outputs: outputs) if loss_fn is None else lambda outputs: loss_fn(outputs, target)
 
@@ -199,7 +199,7 @@ def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _order(num_stages: int, k: int, split: bool) -> Schedule:
-    """All F of one rank, then all backwards; with ``split`` each of them is an I and its W."""
+    """Returns an order of one rank: all F, then all B; ``split`` replaces each B by I and W."""
     order = build_schedule("breadth-first", num_ranks=1, num_microbatches=1, num_segments=k, stages_per_rank=num_stages)
     if not split:
         return order
@@ -211,7 +211,7 @@ def _order(num_stages: int, k: int, split: bool) -> Schedule:
 
 
 def _measure_cut(case: _Case, k: int, way: str, result: StageTimes) -> StageTimes:
-    """Adds what steps in ``k`` segments tell, with units run in one of ``WAYS``."""
+    """Adds the measurements of steps in ``k`` segments to the result. way: one of ``WAYS``, or "moved"."""
     sizes = partition_sequence(case.seq_len, k, strategy="even")
     inputs, sink = _leaves(case.make_inputs(case.seq_len)), _Sink()
     feeds = any(x.requires_grad for x in inputs)
@@ -239,7 +239,7 @@ def _measure_cut(case: _Case, k: int, way: str, result: StageTimes) -> StageTime
         if case.make_target is None
         else case.make_target(case.seq_len)
     )
-    steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
+    steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, seconds of the step, report
     device = inputs[0].device
     try:
         for repetition in range(WARM_UP + case.repeats):
@@ -250,7 +250,7 @@ def _measure_cut(case: _Case, k: int, way: str, result: StageTimes) -> StageTime
             _wait_for(device)
             whole, report = time.perf_counter() - begin, engine.report()
             held = engine.activations_of(int(feeds))
-            if repetition == 0 and held is not None:  # the first step of a shape counts the bytes of graphs
+            if repetition == 0 and held is not None:  # the engine counts bytes of graphs in the first step of a shape
                 if way == "split":
                     result.left.append((held.kept, held.gradients))
                 elif way == "whole":
@@ -294,8 +294,8 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float]:
-    """Seconds per byte by which a step's units take longer, on the way out and back, than those of the same cut that
-    stay."""
+    """Returns the seconds per byte by which moved units take longer than units of an equal cut that stay, out and
+    back."""
     moved = {(unit.stage, unit.segment) for unit, _, _ in report.timeline if unit.kind == "O"}
     spent: dict[tuple[str, int], float] = defaultdict(float)
     for unit, start, end in report.timeline:
@@ -318,21 +318,21 @@ def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float
 def measure_workspace(
     stage: Callable[..., Any], inputs: tuple[Tensor, ...], loss: Callable[[Any], Any] = lambda outputs: outputs
 ) -> tuple[float, float, float]:
-    """Runs a forward and its backward, and again with the backward as I.
+    """Runs a forward and a backward, and again with the backward as I, and counts bytes.
 
-    Gradients of the inputs count, those of the parameters do not: they are there already, as in a step's later units.
+    Gradients of inputs count. Gradients of parameters do not: they exist before, as in a step's later units.
 
     Args:
-        inputs: of one segment, outside of a step; leaves.
-        loss: of the stage's outputs, for a last stage.
+        inputs: leaf tensors of one segment, outside of a step.
+        loss: function of the stage's outputs, for a last stage.
     Returns:
-        Bytes of one unit: most that F allocates and gives back; most that B holds beyond what was there; most that I
-        holds beyond that, what it leaves to W included.
+        Bytes of one unit: most that F allocates and frees; most that B adds; most that I adds, tensors left to W
+        included.
     """
     device = inputs[0].device
 
     def passes() -> tuple[float, float]:
-        """Bytes that a forward gives back, and that its backward holds beyond what was there."""
+        """Returns the bytes that a forward allocates and frees, and the most bytes that the backward adds."""
         outputs, most, end = _allocated(lambda: loss(stage(*inputs)), device)
         roots = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
         back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
@@ -341,7 +341,7 @@ def measure_workspace(
             x.grad = None
         return most - end, backward
 
-    passes()  # makes the gradients of the parameters
+    passes()  # not counted: allocates the gradients of the parameters
     forward, backward = passes()
     with _leaving_weights(stage):
         return forward, backward, passes()[1]
@@ -349,8 +349,8 @@ def measure_workspace(
 
 @contextmanager
 def _leaving_weights(stage: Any) -> Iterator[None]:
-    """Within, layers whose weights' gradients a split backward defers make none, and their inputs and the gradients of
-    their outputs stay, as W needs them."""
+    """Makes backward act as I within the context: layers with deferrable weight gradients compute none, and keep
+    inputs and gradients of outputs for W."""
     left: list[Any] = []
 
     def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -371,7 +371,7 @@ def _leaving_weights(stage: Any) -> Iterator[None]:
 
 
 def _allocated(run: Callable[[], Any], device: torch.device) -> tuple[Any, float, float]:
-    """Runs it; returns its result, the most bytes allocated beyond those at its begin, and those at its end."""
+    """Calls ``run``; returns the result, and the bytes allocated since the begin: at the peak, and at the end."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -393,7 +393,7 @@ def _allocated(run: Callable[[], Any], device: torch.device) -> tuple[Any, float
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Torch's profiler writes a line to standard error as it starts and stops."""
+    """Silences standard error within the context: torch's profiler writes a line there at its start and stop."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -409,7 +409,7 @@ def _without_noise() -> Iterator[None]:
 
 
 def _joined(measured: Sequence[StageTimes]) -> StageTimes:
-    """The repetitions of all processes as those of one."""
+    """Joins the repetitions of all processes into one object."""
     lists: dict[str, Any] = {
         name: list(chain.from_iterable(getattr(each, name) for each in measured)) for name in _REPEATED
     }
@@ -430,8 +430,8 @@ def _samples(measured: StageTimes) -> list[Sample]:
 
 
 def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[float, float]:
-    """Floor and slope of seconds over others that were measured at another time, when the machine may have been faster
-    or slower. Where the points lie too close together, the slope is as given, that of an unchanged machine."""
+    """Returns floor and slope of a line through pairs of seconds. Between the two measurements of a pair, the machine's
+    speed may have changed; points too close together get the given slope, of an unchanged speed."""
     found = [(x, y) for x, y in points if x > 0 and y > 0]
     if not found:
         return 0.0, slope
@@ -441,17 +441,17 @@ def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Floor and slope, not negative; zeros where nothing was counted (bytes of compiled modules)."""
+    """Returns floor and slope, not negative; zeros if all points are zero (bytes of compiled modules)."""
     return fit_seconds([(x, 0.0, y) for x, y in points], with_pairs=False)[:2]
 
 
 def beyond_layers(several: StageTimes, one: StageTimes) -> PassSeconds:
-    """Seconds of a unit beyond its layers, from the same units in a stage of several layers and in one of a single one.
+    """Returns the seconds of a unit beyond layers, from common units of a stage of several layers and a smaller stage.
 
     Raises:
-        ValueError: both have the same number of layers, or no unit in common.
+        ValueError: the second stage has as many layers, or no unit in common with the first.
     """
-    alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}  # c + n l, and the others c + m l
+    alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}  # c + n l; several layers: c + m l
     pairs = [(x, alone[x.begin, x.tokens]) for x in _samples(several) if (x.begin, x.tokens) in alone]
     if several.layers <= one.layers or not pairs:
         raise ValueError(
@@ -462,13 +462,13 @@ def beyond_layers(several: StageTimes, one: StageTimes) -> PassSeconds:
     def rest(name: str) -> float:
         points = [(getattr(many, name), getattr(few, name)) for many, few in pairs]
         floor, slope = _line_through(points, one.layers / several.layers)
-        return min(*map(min, points), floor / (1 - slope)) if slope < 1 else 0.0  # what all take is in each
+        return min(*map(min, points), floor / (1 - slope)) if slope < 1 else 0.0  # at most the seconds of any unit
 
     return PassSeconds(*map(rest, PassSeconds._fields))
 
 
 def fit_part(measured: StageTimes, unit: PassSeconds = NO_SECONDS) -> Part:
-    """One layer of a measured stage. unit: what of a unit's seconds is not its layers'."""
+    """Fits the costs of one layer to a measured stage. unit: seconds of a unit beyond layers."""
     layers, samples = measured.layers, _samples(measured)
 
     def fit(name: str) -> Fit:
@@ -482,7 +482,7 @@ def fit_part(measured: StageTimes, unit: PassSeconds = NO_SECONDS) -> Part:
 
     floor, saved = _line((tokens / units, size / units) for tokens, units, size in measured.saved)
     kept, gradients = (statistics.fmean(column) for column in zip(*(measured.left or [(0.0, 0.0)]), strict=True))
-    grows = max(0.0, kept + gradients - saved) / layers  # of a token, with every layer that I goes through
+    grows = max(0.0, kept + gradients - saved) / layers  # bytes of a token, added by every layer that I goes through
     lines = {
         "saved": (floor / layers, saved / layers),
         "forward_workspace": _line((tokens, most) for tokens, most, _, _ in measured.workspace),
@@ -526,10 +526,10 @@ def make_profile(
     seconds: float,
     device: str = "cpu",
 ) -> Profile:
-    """A profile of what :func:`measure_stage` found, one entry of a list for each process that ran at the time.
+    """Makes a profile from results of :func:`measure_stage`, lists with an entry for each process.
 
-    single: of a stage of fewer layers than ``layer``, in some of its cuts; then what a unit takes beyond its layers is
-    known.
+    single: results of a stage of fewer layers than ``layer``, in some of the cuts of ``layer``; tells the seconds of a
+    unit beyond layers.
     """
     layers = _joined(layer)
     unit = NO_SECONDS if single is None else beyond_layers(layers, _joined(single))

@@ -1,4 +1,4 @@
-"""Which order, how many segments, which split, what to recompute: the fastest that fits, and why the others do not."""
+"""Search for the fastest plan that fits: order, number of segments, split, recomputation; reasons of plans left out."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ GIB = 1 << 30
 REMEDIES = ("recompute", "offload")
 """Ways of single units to make an order fit: arguments of :meth:`seq1f1b.Schedule.fit`."""
 VOCABULARIES = ("any", "ends", "ranks")
-_MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
-_FINER = (0.125, 0.0625)  # then to both sides of the best one's
-_FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
-LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
-_MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
-_MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
-_MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
+_MIXES = (0.75, 0.5, 0.0)  # tried on the best orders after 1; the optima of StateFlow's measurements lie between
+_FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
+_FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
+LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for
+_MOST_OF_AUTO = 40_000  # units of all searched orders unless auto is asked for: a second or two
+_MOST_OF_ROUND = 350_000  # units, F and B, priced for each number of segments after the first numbers
+_MOST_UNCERTAIN = 40_000  # units of the best plans that are all simulated at the ends of each uncertain number
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
-_SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case, and for what torch's allocator cannot use
+_SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
 }
 """Families that are tried by name alone, and why."""
 
 
-_MOVES = {  # by the tier
+_MOVES = {  # by short name of the tier
     "folder": "to a file, by Memory(offload=FOLDER) of the engine",
     "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine",
 }
@@ -52,14 +52,14 @@ class PlanSearch:
     """Result of a search for plans.
 
     Attributes:
-        plans: the best, fastest first; of times that differ by less than 0.2%, the one in less memory.
-        uncertain: terms of the best plan that move it most, largest first.
-        fallen: why each family without a plan among the best fell out.
-        num_candidates, num_simulated: how many were looked at, and simulated.
-        next_step: what would help next, in one line.
+        plans: the best plans, fastest first; if times differ by less than 0.2 %, the plan with less memory comes first.
+        uncertain: uncertain numbers that change the best plan's step, largest change first.
+        fallen: reason for each family without a plan among the best.
+        num_candidates, num_simulated: number of candidates, and of simulated orders.
+        next_step: a line of advice on the next improvement.
         device: bytes of memory of one device.
-        rates: where the seconds come from, in words.
-        tier: short name of where units may move on such a machine, of ``seq1f1b/where.py``.
+        rates: origin of the seconds, in words.
+        tier: short name, in ``seq1f1b/where.py``, of the machine's tier for units.
     """
 
     plans: tuple[Plan, ...]
@@ -73,7 +73,7 @@ class PlanSearch:
     tier: str | None = None
 
     def to_json(self) -> str:
-        """All of it."""
+        """Returns all fields but the machine's, as JSON."""
         plans = [{**json.loads(plan.to_json()), "margin": plan.margin} for plan in self.plans]
         terms = [term._asdict() for term in self.uncertain]
         return json.dumps(
@@ -89,11 +89,11 @@ class PlanSearch:
         )
 
     def to_text(self, model: str, *, verbose: bool = False) -> str:
-        """A table of the plans and what stands behind it. Times and rates have three digits.
+        """Returns a table of the plans, and details of the best plan. Times and rates have three digits.
 
         Args:
-            model: its name.
-            verbose: also say of each family why it is left out.
+            model: the model's name.
+            verbose: adds the reason for each family left out.
         """
         first = self.plans[0]
         lines = [
@@ -144,14 +144,14 @@ class PlanSearch:
         return "\n".join(lines)
 
     def _worst_case(self) -> str:
-        """Whether the worst case of the best plan fits, in words."""
+        """Returns in words whether the worst case of the best plan fits."""
         worst, cap = max(self.plans[0].peak_high), self.plans[0].cap
         if worst <= cap:
             return "within the cap"
         return "above the device" if worst > self.device else "above the cap, within the device"
 
     def _legend(self) -> str:
-        """Explains the heads of the table, as far as it has them."""
+        """Returns an explanation of the table's heads, for the columns present."""
         says = ["segments of a sequence"]
         if any(plan.stages_per_rank > 1 for plan in self.plans):
             says.append("v stages of a rank")
@@ -162,7 +162,7 @@ class PlanSearch:
         return "; ".join([*says, "GiB of the fullest rank"])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A head and a row for each plan; what is the same usual value in all is left empty."""
+        """Returns the table's head and a row for each plan; a column with the usual value in all rows stays empty."""
 
         def told(texts: Iterable[str], usual: str) -> list[str]:
             found = list(texts)
@@ -187,30 +187,31 @@ class PlanSearch:
 
 
 def _list(head: str, items: Iterable[str]) -> list[str]:
-    """The head and the items, in lines of at most 80 columns."""
+    """Returns the head and the items, in lines of at most 80 columns."""
     return textwrap.wrap(f"{head} {', '.join(items)}", 80, subsequent_indent=" " * 6)
 
 
 def _runs(texts: Iterable[str]) -> list[str]:
-    """Equal neighbours as one: 2 x16, 1 x48."""
+    """Returns the texts with equal neighbours joined: 2 x16, 1 x48."""
     runs = ((text, len(list(run))) for text, run in itertools.groupby(texts))
     return [text if count == 1 else f"{text} x{count}" for text, count in runs]
 
 
 def _share(plan: Plan, kind: str) -> str:
-    """The share of the units that are of this kind; the text is empty where there are none."""
+    """Returns the share of units of a kind, as text; empty if the plan has no unit of the kind."""
     kinds = "".join(plan.units).replace(" ", "")
     return f"{kinds.count(kind) / len(kinds):.0%} of units" if kind in kinds else ""
 
 
 def _tokens(plan: Plan) -> str:
-    """How long its sequences are."""
+    """Returns the lengths of the plan's sequences, as text."""
     lengths = [each.seq_len for each in plan.lengths] or [plan.seq_len]
     return f"{', '.join(map(str, lengths))} tokens"
 
 
 def memory_cap(hardware: Hardware, memory: int | None) -> int:
-    """Bytes of a device that a plan may use, unless ``memory`` says so. Refuses what must be a number of GiB."""
+    """Returns the bytes of a device that a plan may use: ``memory``, or 85 % of the device. Raises ``ValueError`` for
+    bytes that must be a number of GiB."""
     if memory is not None and memory < 1 << 20:
         raise ValueError(f"memory is {memory} bytes, less than any device has: {memory}GiB?")
     return int(_SHARE_OF_MEMORY * hardware.memory) if memory is None else memory
@@ -237,44 +238,44 @@ def search_plans(
     within: float = 1.2,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanSearch:
-    """Simulates every family that these counts allow, and keeps the fastest that fit.
+    """Simulates every family that the counts allow, and keeps the fastest plans that fit.
 
-    The fastest has the shortest period: seconds from step to step, of several in a row with their optimizer.
-    Each family is tried with every number of segments, stages per rank and recomputation asked for, first with
-    segments of equal time; the best of them then with splits nearer to equal length. If nothing fits, all of them with
-    segments of equal length. What cannot be faster than those
-    found, by its busiest rank and the way to it, is not simulated.
+    The fastest plan has the shortest period: seconds from step to step, in a row of steps with optimizer. Each family
+    is tried with every wanted number of segments, stages per rank and recomputation, first with segments of equal time.
+    The best candidates are then tried with splits nearer to equal length. If no candidate fits, all are tried with
+    segments of equal length. A candidate is not simulated if a lower bound, by the busiest rank and the way to it, is
+    already slower than the plans found.
 
-    Where no numbers of segments are asked for, the search doubles them as long as the best plan, or the need of memory,
-    lies at the end of the range, and until segments no longer fill the device; then it looks between the last ones.
-    ``auto`` searches an order for the best plans' own costs and cap.
+    Without wanted numbers of segments, the search doubles the number as long as the best plan, or the need of memory,
+    lies at the end of the range, and until segments no longer fill the device; then numbers between the last are tried.
+    ``auto`` searches an order for the costs and cap of the best plans.
 
     Args:
         seq_len: tokens of every sequence.
-        lengths: in place of it, how many sequences have each number of tokens. All sequences of one step have the same
-            length, so each length has its share of the steps. More than eight lengths are padded to the longest of
-            their neighbours, in groups of about as many tokens. All lengths share one order; each has its own split.
-            The mean period counts, and the cap holds for every length.
-        memory: cap in bytes of one device; None: 85 % of what the device has.
-        layout: degrees beside the pipeline. The search sets its ``inside`` and ``layers``: the stage with the head
-            has fewer layers, or as many as the others.
-        optimizer_sync: whether the optimizer waits until all ranks are through with the step, as a norm over all
-            stages makes it. Otherwise each rank goes on by itself, and orders that end early on some ranks gain.
-        names: families; None: all, each with the segments of its source, and ``auto`` for the best of them.
-            ``1f1b`` and ``gpipe`` with several segments pass them on one by one and still hold whole micro-batches.
+        lengths: number of sequences for each number of tokens, instead of seq_len. All sequences of a step have equal
+            length, so each length has a share of the steps. More than eight lengths are padded to the longest of a
+            group of neighbours; groups have about equal numbers of tokens. All lengths share one order, with a split
+            for each length. The mean period counts, and the cap holds for every length.
+        memory: cap in bytes of one device; None: 85 % of the device.
+        layout: degrees beside the pipeline. The search sets ``inside`` and ``layers``: the stage with the head has
+            fewer layers, or as many as the remaining stages.
+        optimizer_sync: whether the optimizer waits until all ranks have finished the step, as for a norm over all
+            stages. Otherwise each rank goes on by itself, and orders that end early on some ranks gain.
+        names: families; None: all, each with the segments of the family's source, and ``auto`` for the best plans.
+            ``1f1b`` and ``gpipe`` with several segments send segments one by one, but hold whole micro-batches.
         segments: numbers of segments; None: as many as help.
-        inside: recomputation inside of blocks, of ``Layout``; None: all, or "none" with a profile, which measured
-            stages as they are.
-        remedies: what single units may do in an order that would not fit, and that recomputes nothing else: one or both
-            of "recompute" (their forward runs once more, before their backward) and "offload" (what they save moves to
-            the tier of the machine). Which units do is chosen for the cap; with both, each way is tried alone, too.
-        vocabulary: "ends": it stays with the first and the last stage; "ranks": it is over the ranks; "any": it is at
-            the ends, and the best plans are also tried with it over the ranks.
-        best, within: how many plans to return at most, none slower than ``within`` times the fastest.
-        progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
-            plans whose uncertain terms are tried.
+        inside: recomputation inside of blocks, of ``Layout``; None: all, or "none" with a profile, since a profile
+            measures stages without recomputation.
+        remedies: ways of single units to save memory, in an order that does not fit and has no other recomputation:
+            "recompute" (a second forward before the backward), "offload" (saved tensors move to the machine's tier), or
+            both, tried together and alone. The search chooses the units for the cap.
+        vocabulary: "ends": embedding and head in the first and the last stage; "ranks": shards on all ranks; "any": at
+            the ends, and the best plans also with shards on all ranks.
+        best, within: most plans to return, none slower than ``within`` times the fastest.
+        progress: called with a finished and a total number: of candidates, of splits of the best plans, of plans whose
+            uncertain numbers are tried.
     Raises:
-        ValueError: a count is out of range, or nothing fits: then it says the least that could.
+        ValueError: a count out of range; or no plan fits: the message has the least possible bytes.
     """
     cap = memory_cap(hardware, memory)
     counts = {"memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
@@ -291,14 +292,14 @@ def search_plans(
         raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
-    # without names all but auto, which comes last, and those that say nothing of their own
+    # Without names, all families but auto, which comes last, and _OTHERS.
     tries = families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")]
     insides = hardware.insides if inside is None else inside
     ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in insides]
     ways += [("none", each) for each in _wanted_remedies(remedies, hardware) if "none" in insides]
 
     def candidates(counts: Sequence[int]) -> list[Candidate]:
-        """All that are asked for, in so many segments."""
+        """Returns all wanted candidates with the given numbers of segments."""
         return [
             Candidate(family, v, k, 1.0, kind, balance, way, layout.vocabulary)
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
@@ -309,7 +310,7 @@ def search_plans(
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
     if not names:
-        search.is_quick = True  # until the best one is refined
+        search.is_quick = True  # until the best order is refined
         search.consider(search.instead(family=families_named(["auto"])[0]))
     if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
         search.consider(search.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
@@ -323,7 +324,7 @@ def search_plans(
             progress(done, len(fitting))
         if done == 0 or is_small:
             terms.append(search.uncertain(found))
-        else:  # taken to move this one by the same share
+        else:  # assume changes in proportion to the best plan's
             scale = found.seconds / fitting[0].seconds
             terms.append(tuple(Uncertain(*each[:3], scale * each[3], scale * each[4]) for each in terms[0]))
     plans = tuple(search.plan(found, moved) for found, moved in zip(fitting, terms, strict=True))
@@ -341,7 +342,7 @@ def search_plans(
 
 
 def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Each alone, and all together."""
+    """Returns the sets of remedies to try: each remedy alone, and both together."""
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
@@ -356,12 +357,12 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
 
 
 class _Search(Pricing):
-    """Prices candidates, keeps the best of them, and says what to try next.
+    """Search that prices candidates, keeps the best, and chooses further candidates.
 
     Attributes:
-        fitting: the best, fastest first: at most ``best``, none slower than ``within`` times the fastest.
-        is_quick: whether orders of ``auto`` are searched for once, until they are refined.
-        num_candidates: how many were looked at.
+        fitting: the best candidates, fastest first: at most ``best``, none slower than ``within`` times the fastest.
+        is_quick: whether an order of ``auto`` gets a single search, before ``refine``.
+        num_candidates: number of candidates so far.
     """
 
     def __init__(self, *of_pricing: Any, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
@@ -369,14 +370,14 @@ class _Search(Pricing):
         self._best, self._within, self._progress = best, within, progress
         self.fitting: list[Found] = []
         self.is_quick, self.num_candidates = False, 0
-        self._told: list[Found] = []  # those that were looked at
-        self._broken: dict[str, dict[str, None]] = {}  # rules that a family's counts break
+        self._told: list[Found] = []  # candidates with a bound, a size or seconds so far
+        self._broken: dict[str, dict[str, None]] = {}  # by family: rules broken by counts
         self._left_of_auto = _MOST_OF_AUTO
 
     # -- the loop
 
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates that can be built, the lowest bound first."""
+        """Returns the candidates that can be built, lowest bound first."""
         self.num_candidates += len(candidates)
         possible, known = [], set()
         for each in candidates:
@@ -385,13 +386,13 @@ class _Search(Pricing):
                 continue
             of_cost = each.stages_per_rank, each.inside, each.balance, each.vocabulary, self.longest
             layers = self.cost(*of_cost).layers
-            if (each._replace(balance=0), layers) not in known:  # else they are those of a balance before it
+            if (each._replace(balance=0), layers) not in known:  # else an earlier balance has equal layers
                 known.add((each._replace(balance=0), layers))
                 possible.append(each)
         return sorted(possible, key=lambda each: self.look(each).bound)
 
     def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
-        """Prices candidates in turn, until so many units have been priced."""
+        """Prices candidates in turn, until ``most_units`` units are priced."""
         for done, candidate in enumerate(tried):
             if self._progress is not None:
                 self._progress(done, len(tried))
@@ -399,7 +400,7 @@ class _Search(Pricing):
                 most_units -= self._consider(self.look(candidate))
 
     def _consider(self, known: Found) -> int:
-        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is. Returns units priced."""
+        """Prices a candidate unless a bound of time or memory rules it out; keeps the best. Returns priced units."""
         fitting, remedies = self.fitting, known.candidate.remedies
         limit = self._within * fitting[0].seconds if fitting else math.inf
         if len(fitting) >= self._best:
@@ -412,12 +413,12 @@ class _Search(Pricing):
             return 0
         found = self.priced(known, is_quick=self.is_quick)
         if found is None:
-            return known.units  # it fits without its remedies, and so does the candidate without
+            return known.units  # remedies are not needed: a candidate without remedies fits, too
         self._told.append(found)
         if found.least:
-            return known.units if remedies else known.units // 4  # it was only looked at
+            return known.units if remedies else known.units // 4  # built, but not simulated
         alike = [other for other in fitting if other.is_alike(found)]
-        if all(other.sort_key > found.sort_key for other in alike):  # else another split or name of it is as good
+        if all(other.sort_key > found.sort_key for other in alike):  # else another split or family's name is as good
             kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
             self.fitting = [each for each in kept[: self._best] if each.seconds <= self._within * kept[0].seconds]
         return known.units
@@ -427,10 +428,11 @@ class _Search(Pricing):
     def try_all(
         self, candidates: Callable[[Sequence[int]], list[Candidate]], segments: Sequence[int], shortest: int
     ) -> None:
-        """Tries what could be fastest first, and then other splits of the best.
+        """Tries the candidates, lowest bound first, then more segments, then further splits of the best.
 
         Args:
-            shortest: tokens, of which there may be more segments than wanted; 0: not.
+            shortest: tokens of the shortest sequence, the most segments to try; 0: no more segments than in
+                ``segments``.
         """
         first = self.allowed(candidates(segments))
         self.consider(first)
@@ -440,7 +442,7 @@ class _Search(Pricing):
         while 2 * k <= most and self._goes_on(k):
             k *= 2
             self.consider(self._likeliest(self.allowed(candidates([k]))), _MOST_OF_ROUND)
-        if not self.fitting:  # equal segments need less: of equal time the first one is the longest by far
+        if not self.fitting:  # equal lengths need less memory: with equal times the first segment is by far the longest
             last = first if k == max(segments) else self.allowed(candidates([k]))
             self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
         if not self.fitting:
@@ -455,7 +457,7 @@ class _Search(Pricing):
             self.consider(_mixed(self.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
 
     def _goes_on(self, k: int) -> bool:
-        """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
+        """Returns whether more than k segments may help: no candidate fits, or k segments beat fewer segments."""
         if not self.fitting:
             return True
         known = [told for told in self._told if told.periods]
@@ -464,9 +466,9 @@ class _Search(Pricing):
         return own <= fewer * (1 - LEAST_GAIN)
 
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
-        more segments come nearer to the bound, and need less."""
-        found: dict[Candidate, Found] = {}  # the fastest, or the last one that was too large
+        """Returns the candidates, fastest expected seconds first: the bound, times a root of the ratio to the bound, or
+        to the cap, of an equal candidate with other segments. More segments come nearer to the bound and need less."""
+        found: dict[Candidate, Found] = {}  # the fastest result for other segments, or the last that was too large
         for told in self._told:
             of = told.candidate._replace(num_segments=0, mix=1.0)
             known = found.get(of)
@@ -483,7 +485,7 @@ class _Search(Pricing):
         return sorted(candidates, key=expected)
 
     def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
-        """The best ones, at most so many, in another way, where it may gain and, searched for, has few enough units."""
+        """Returns up to ``most`` changed candidates of the best plans that may gain; units of ``auto`` are limited."""
         found = list[Candidate]()
         for each in self.fitting:
             candidate = each.candidate._replace(**changes)
@@ -497,7 +499,7 @@ class _Search(Pricing):
         return found
 
     def refine(self) -> None:
-        """Searches for longer in place of the best order of ``auto``."""
+        """Replaces the best order of ``auto`` by the result of a longer search, if faster."""
         made = next((i for i, each in enumerate(self.fitting) if each.candidate.family.name == "auto"), None)
         if made is not None:
             again = [self.fitting[made], self.priced(self.look(self.fitting[made].candidate))]
@@ -507,7 +509,7 @@ class _Search(Pricing):
     # -- what is told
 
     def _share_again(self, found: Found) -> float:
-        """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
+        """Returns the share of the step in which ranks recompute, or wait for the tier."""
         kept = []
         for price in self.look(found.candidate._replace(inside="none")).prices:
             forward, inputs, weight, backward, _ = (float(table.sum()) for table in price.seconds)
@@ -517,7 +519,7 @@ class _Search(Pricing):
         return max(0.0, 1 - found.bubble - self.mean(kept) / found.seconds)
 
     def next_step(self, is_limited: bool, names: Sequence[str] | None) -> str:
-        """Says what would help most beyond the best plan, by where its time goes."""
+        """Returns advice on the next improvement, from the largest loss of the best plan's time."""
         best = self.fitting[0]
         again, k = self._share_again(best), best.candidate.num_segments
         if again > max(best.bubble, 0.02):
@@ -536,7 +538,6 @@ class _Search(Pricing):
         return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
 
     def _explain_nothing(self) -> str:
-        """Why there is no plan."""
         if not self._told:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
@@ -547,7 +548,7 @@ class _Search(Pricing):
         )
 
     def fallen(self, tries: Sequence[Family], plans: Sequence[Plan]) -> dict[str, str]:
-        """Why each family is not among the plans: a kind of reason, a colon, and what says it."""
+        """Returns why families are not among the plans, by family: a kind of reason, a colon, and numbers."""
         shown, reasons = {plan.schedule for plan in plans}, dict[str, str]()
         for name in (family.name for family in tries if family.name not in shown):
             own = [told for told in self._told if told.candidate.family.name == name]
@@ -572,6 +573,6 @@ class _Search(Pricing):
 
 
 def _mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
-    """Candidates of what was found, with other splits."""
+    """Returns the found candidates with splits of the given mixes."""
     cut = [each.candidate for each in found if each.candidate.num_segments > 1]
     return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]

@@ -1,9 +1,9 @@
-"""A plan for one step over documents of any length: rows, their segments, the order, and what of it is recomputed.
+"""Plan of one step over documents of any length: rows, segments, the order, and recomputed units.
 
-A row is a micro-batch. A document that takes more time than one unit should has a row to itself, cut into segments of
-equal time; the last of them may share its row with short documents, which fill it up. The other short documents are
-packed into rows of one segment, by time and not by length. So all units take about the same time, whatever the lengths.
-A tree has a row to itself: its long nodes are chains of units, and short leaves of one parent share a unit.
+A row is a micro-batch. A document longer than a unit's wanted time begins a row and is cut into segments of equal time.
+Short documents fill the last segment of a long document's row, or are packed into rows of one segment, by time instead
+of length. All units then take about equal time, for any lengths. A tree has a row to itself: a long node is a chain of
+units, and short leaves of one parent share a unit.
 [ChunkFlow, arXiv:2503.02356: one size for packed and for split sequences, and K of them kept; InfiniPipe,
 arXiv:2509.21275: packing and splitting mixed]
 """
@@ -42,28 +42,26 @@ from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
-_SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # units tried, of the time that the bound prefers
-_SMALLER = (0.35, 0.25, 0.125, 0.0625)  # tried, too, where memory is short
-_SEARCH_SECONDS = 4e-5  # of a unit: a quarter of what the search for an order takes, on a thread beside the step before
-_MOST_UNITS = 12_000  # of all ranks in all orders that one call builds, beyond the first
+_SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # times of a unit to try, in times of the unit that the bound prefers
+_SMALLER = (0.35, 0.25, 0.125, 0.0625)  # further times to try if memory is short
+_SEARCH_SECONDS = 4e-5  # per unit: a quarter of the search's seconds, since the search runs beside the step before
+_MOST_UNITS = 12_000  # units of all ranks in all orders of one call, beyond the first order
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of one step, from :func:`plan_step`: ``engine.step(..., plan=plan)`` runs it.
+    """Plan of one step, from :func:`plan_step`; ``engine.step(..., plan=plan)`` runs the plan.
 
     Attributes:
         lengths: tokens of each document, or of all nodes of a tree.
-        rows: indices of the documents of each row, in their order; a tree has a row to itself.
-        segment_sizes: for each row the tokens of its segments; a tuple of leaves that share one.
-        schedule: the order of the step; units that it recomputes or moves have an R, or O, A and L.
-        ranks: predicted bytes of every rank at its peak.
-        simulation: of the step, without the optimizer.
-        costs: what the units were taken to cost.
-        parents: for each row the segment that each of its segments follows, None where that is the one before it; None:
-            no row is a tree.
-        pieces: for each row begin and size of runs of its tree's data, in the order in which the row has them; () where
-            it is none.
+        rows: indices of the documents of each row, in order; a tree has a row to itself.
+        segment_sizes: tokens of each segment, by row; a tuple for leaves that share a segment.
+        schedule: the order of the step; recomputed units have an R, moved units have O, A and L.
+        ranks: predicted bytes of every rank at the peak.
+        simulation: simulation of the step, without the optimizer.
+        costs: predicted costs of the units.
+        parents: parent segment of each segment, by row, None for a row without a tree; None if no row is a tree.
+        pieces: begin and size of runs of a tree's data, in the order of the row, by row; () for a row without a tree.
     """
 
     lengths: tuple[int, ...]
@@ -78,17 +76,17 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """The step's predicted time, without the optimizer."""
+        """Predicted seconds of the step, without the optimizer."""
         return self.simulation.makespan
 
     @property
     def remedied(self) -> int:
-        """How many units are recomputed, or moved, of all stages."""
+        """Number of recomputed and moved units, over all stages."""
         return sum(row.count("R") + row.count("L") for row in self.schedule.cell_kinds())
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal plans alone. A step compares those of all ranks."""
+        """Digest by which a step checks that all ranks have equal plans."""
         order = self.schedule
         text = f"{self.rows} {self.segment_sizes} {order.digest} {order._places_text} {order.fills}"
         if self.parents is not None:
@@ -97,12 +95,12 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
+        """Relative excess of the slowest unit over the mean unit, each with F and B of all stages."""
         return self.costs.imbalance
 
     @property
     def doc_ids(self) -> list[Tensor]:
-        """For each row and token the position of its document's first token in the row, (1, tokens) for each row."""
+        """Position in the row of the first token of each token's document: (1, tokens) for each row."""
         ids = []
         for row in self.rows:
             whole = torch.tensor([self.lengths[index] for index in row])
@@ -110,15 +108,15 @@ class StepPlan:
         return ids
 
     def join(self, documents: Sequence[Any]) -> list[Any]:
-        """Puts something that each token has, such as its id or label, into rows.
+        """Joins documents' tensors with a value per token, such as ids or labels, into rows.
 
         Args:
-            documents: tensors of the lengths that were planned, (tokens, ...), or dicts and tuples of such, alike for
-                all: ``PrefixTrees.tokens`` and ``PrefixTrees.targets``, for instance.
+            documents: a tensor (tokens, ...) of the planned length for each document, or dicts and tuples of tensors,
+                with one structure for all documents: ``PrefixTrees.tokens`` and ``PrefixTrees.targets``, for instance.
         Returns:
-            For each row, (1, tokens, ...), or dicts and tuples of such.
+            A tensor (1, tokens, ...) for each row, or dicts and tuples of tensors.
         Raises:
-            ValueError: the documents are not as many or not as long as those that were planned.
+            ValueError: number or lengths of the documents differ from the plan.
         """
         if [{len(tensor) for tensor in tensors_of(document)} for document in documents] != [
             {length} for length in self.lengths
@@ -130,14 +128,14 @@ class StepPlan:
         ]
 
     def split(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Takes rows apart, as :meth:`join` put them together: ``PrefixTrees.rows`` takes what trees get.
+        """Splits rows into documents, the reverse of :meth:`join`; ``PrefixTrees.rows`` takes the results of trees.
 
         Args:
-            rows: of each row, (1, tokens, ...).
+            rows: a tensor (1, tokens, ...) for each row.
         Returns:
-            For each document, (tokens, ...).
+            A tensor (tokens, ...) for each document.
         Raises:
-            ValueError: the rows are not as many or not as long as those of the plan.
+            ValueError: number or lengths of the rows differ from the plan.
         """
         lengths = [sum(self.lengths[index] for index in row) for row in self.rows]
         if [tuple(row.shape[:2]) for row in rows] != [(1, length) for length in lengths]:
@@ -160,12 +158,12 @@ class StepPlan:
 
 
 def _in_order(pieces: Sequence[tuple[int, int]], data: Tensor) -> Tensor:
-    """The data of a tree, in the order of its row."""
+    """Returns the data of a tree in the order of the row; without pieces, the data unchanged."""
     return torch.cat([data[begin : begin + size] for begin, size in pieces]) if pieces else data
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """One row of the documents' tensors, or of dicts and tuples of them."""
+    """Joins the documents' tensors, or dicts and tuples of tensors, into one row."""
     if isinstance(values[0], Tensor):
         return torch.cat(list(values))[None]
     if isinstance(values[0], dict):
@@ -187,30 +185,30 @@ def plan_step(
 ) -> StepPlan:
     """Plans a step over documents of any length, and trees.
 
-    Tries units of a few sizes around the one that a bound prefers: long units make the pipeline's ends long, short ones
-    cost the engine's own time more often. The order that is fastest in simulation, of those that fit, is the plan. The
-    same arguments give the same plan, so every rank may make it by itself.
+    Tries units of a few sizes around the size that a bound prefers: long units make the pipeline's ends long, short
+    units pay the engine's own time more often. The plan is the order that fits and is fastest in simulation. Equal
+    arguments give equal plans, so every rank may call ``plan_step`` by itself.
 
     Args:
-        lengths: tokens of each document; or trees; or both mixed, documents by their tokens and trees by their shapes:
+        lengths: tokens of each document; or trees; or a mix, with tokens for documents and shapes for trees:
             ``[*lengths, *trees.shapes]``.
-        cost: of the model on a machine, for this pipeline; its own ``seq_len`` and documents do not count.
-        schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`. Beside others,
-            "auto" is tried last, with the rows that were best, where memory was so short that units had to give way,
-            and where it could gain more than the search for it takes.
-        unit_tokens: units take as long as a document of so many tokens, or less where memory is short; None: what is
-            fastest by ``cost``, which takes a profile of the model on the machine to be true.
-        segment_tokens: tokens of a segment at most; None: any number.
-        memory: bytes that a rank may hold in all; None: any number. Units are recomputed, or moved, until the step
-            fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
-        remedies: which of both: "recompute", "offload". The latter needs a machine with a tier.
+        cost: the model on a machine, for the pipeline; rows replace the model's ``seq_len`` and documents.
+        schedule: families to try, see :func:`seq1f1b.build_schedule` for families with rows. If listed with further
+            families, "auto" is tried last, on the best rows, and only if memory was so short that units recompute or
+            move, and if "auto" could gain more time than the search takes.
+        unit_tokens: units take as long as a document of so many tokens, or less if memory is short; None: the fastest
+            time by ``cost``, which is only right with a profile of the model on the machine.
+        segment_tokens: most tokens of a segment; None: any number.
+        memory: bytes that a rank may hold in all; None: any number. As few units as possible recompute, or move, until
+            the step fits, see :meth:`seq1f1b.Schedule.fit`.
+        remedies: ways to save memory: "recompute", "offload", or both. "offload" needs a machine with a tier.
         prefetch: receive places of the order, see :meth:`seq1f1b.Schedule.replace`.
-        siblings: short leaves of one parent may share a unit. False for models with a window, ALiBi or state that is
-            carried along a row, which need leaves apart.
+        siblings: short leaves of one parent may share a unit. False for models with a window, ALiBi or state carried
+            along a row: such models need separate leaves.
     Raises:
-        ValueError: there is no document, one is empty or too long, or a number is out of range; nothing fits: names the
-            smallest budget.
-        ScheduleError: no family can be built for these rows.
+        ValueError: no documents, an empty document, a document that is too long, or a number out of range; or no order
+            fits: the message names the smallest budget.
+        ScheduleError: no family can be built for the rows.
     """
     for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
         if value is not None and value < 1:
@@ -230,7 +228,7 @@ def plan_step(
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
-            units = max(1, sum(work) / (scale * best)) + nodes / 2  # about
+            units = max(1, sum(work) / (scale * best)) + nodes / 2  # an estimate
             if search.found is not None and made + units * 2 * cost.num_stages * len(search.first) > _MOST_UNITS:
                 continue
             made += units * 2 * cost.num_stages * len(search.first)
@@ -249,17 +247,17 @@ def plan_step(
 def share_documents(
     lengths: Sequence[int | TreeShape] | PrefixTrees, num_replicas: int, cost: CostModel
 ) -> tuple[tuple[int, ...], ...]:
-    """Shares the documents and trees of a step among data-parallel replicas, so that their work is about equal.
+    """Shares the documents and trees of a step among data-parallel replicas, with about equal work for each replica.
 
-    The most work first, each document to the replica that has the least.
+    Documents with the most work come first; each document goes to the replica with the least work so far.
 
     Args:
-        lengths: as :func:`plan_step` takes them. ``PrefixTrees.take`` takes a share.
-        cost: of the model on a machine.
+        lengths: documents and trees, as in :func:`plan_step`. ``PrefixTrees.take`` takes a share.
+        cost: the model on a machine.
     Returns:
         Indices of the documents of each replica, ascending.
     Raises:
-        ValueError: there are fewer documents than replicas, or a length is out of range.
+        ValueError: fewer documents than replicas, or a length out of range.
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
@@ -278,7 +276,7 @@ def share_documents(
 
 
 def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> list[int | Tree]:
-    """The documents by their tokens, and the trees; a tree without a branch is a document."""
+    """Returns the tokens of each document, or a tree; a tree without a branch counts as a document."""
     given = lengths.shapes if isinstance(lengths, PrefixTrees) else lengths
     if not given:
         raise ValueError("there are no documents to plan a step of")
@@ -296,7 +294,7 @@ def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> li
 
 
 class _Search:
-    """Builds orders of rows, and keeps the fastest that fits."""
+    """Search over rows and families that keeps the fastest order that fits."""
 
     def __init__(
         self,
@@ -310,28 +308,28 @@ class _Search:
         is_of_trees: bool,
     ) -> None:
         self._lengths, self._cost = tuple(lengths), cost
-        self.first = [each for each in families if each.name != "auto"] or families  # tried with all rows
-        if is_of_trees and self.first == families_named(["auto"]):  # which holds whole trees: nested orders a path
+        self.first = [each for each in families if each.name != "auto"] or families  # families tried with all rows
+        if is_of_trees and self.first == families_named(["auto"]):  # auto holds whole trees; nested orders hold a path
             self.first = families_named(["seq1f1b", "auto"])
         self._last = [each for each in families if each not in self.first]
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
-        self._least: float | None = None  # bytes that some order needs
+        self._least: float | None = None  # bytes of the order that needs least
         self._refused: ScheduleError | None = None
-        self._rows: Rows = ()  # of what was found
+        self._rows: Rows = ()  # rows of ``found``
         self.found: StepPlan | None = None
 
     def consider(self, rows: Rows) -> None:
-        """Takes these rows if they make a faster step than those before, and fit."""
+        """Tries the first families on the rows, and keeps an order that fits and is faster than ``found``."""
         costs = self._cost.price_rows([row.packed(self._lengths) for row in rows])
         for family in self.first:
             self._try(family, rows, costs)
 
     def finish(self) -> None:
-        """Tries ``auto`` where the best order has units that give way, if it could gain more than the search takes."""
+        """Tries ``auto`` if the best order has recomputed or moved units and could gain more than the search takes."""
         found = self.found
         if found is None or not found.remedied:
             return
-        ranks = [0.0] * self._cost.num_ranks  # what each has to do in any order
+        ranks = [0.0] * self._cost.num_ranks  # seconds of work of each rank, in any order
         for stage, rank in enumerate(found.schedule.rank_of_stage):
             ranks[rank] += float(found.costs.seconds.total[stage].sum())
         units = 2 * self._cost.num_stages * len(found.costs.sizes)
@@ -364,7 +362,7 @@ class _Search:
         return order.simulate(costs.costs(order, moves=moves))
 
     def _orders(self, family: Family, costs: Price, is_quick: bool) -> list[Made]:
-        """Orders of a family, each with its bytes: with as few units recomputed or moved as fit."""
+        """Returns orders of a family with the ranks' bytes; as few units as possible recompute or move."""
 
         def build(options: dict[str, Any]) -> Schedule:
             return build_schedule(
@@ -383,14 +381,14 @@ class _Search:
 
         orders = Orders(family, [costs], self._memory, self._remedies, build, seconds, is_quick, is_quick)
         made = [orders.made_for(self._memory)]
-        if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
+        if "cap_bytes" in made[0].options and self._remedies:  # the cap has cost time: remedies may cost less
             made.append(orders.with_remedies())
         return [
             each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else orders.fit(each) for each in made
         ]
 
     def nothing_fits(self) -> Exception:
-        """The error where no order was found."""
+        """Returns the error for a search that found no order."""
         if self._least is None:
             return self._refused or ValueError("there is no family to plan a step with")
         longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
@@ -401,8 +399,8 @@ class _Search:
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:
-    """The documents packed into rows of the longest one, in so many segments of equal FLOPs each: what planned rows are
-    compared with. Padding is a document."""
+    """Packs documents into rows as long as the longest document, each in ``num_segments`` segments of equal FLOPs, for
+    a comparison with planned rows. Padding counts as a document."""
     longest = max(lengths)
     sizes = tuple(partition_sequence(longest, min(num_segments, longest), model=model))
     rows = []

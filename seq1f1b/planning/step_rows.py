@@ -1,4 +1,4 @@
-"""Documents and trees of a step cut into units of about equal time: its rows and their segments."""
+"""Rows and segments of a step: documents and trees, cut into units of about equal time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from seq1f1b.seconds import Span, arrays_of, pairs_of, seconds_of
 
 __all__: list[str] = []
 
-MOST_TOKENS = 1 << 40  # of a document, as of a sequence
-_STRETCH = 0.05  # a unit may take so much longer than the others, rather than leave a small rest
-_PARTS = 1 << 20  # of a unit's time, as packing counts it
-_WAITS = 0.7  # of what the longest unit takes beyond the mean one, that a rank waits; of simulated steps of trees
+MOST_TOKENS = 1 << 40  # most tokens of a document, as of a sequence
+_STRETCH = 0.05  # share by which a unit may be longer than wanted, to leave no small rest
+_PARTS = 1 << 20  # parts of a unit's time, the whole numbers by which packing counts
+_WAITS = 0.7  # a rank waits for this share of the longest unit's excess over the mean; from simulated steps of trees
 
 
 class Rates(NamedTuple):
-    """Seconds of F and B together on the mean stage: of a token, of a pair of tokens that attend, of a unit itself."""
+    """Seconds of F and B together on the mean stage: per token, per pair of tokens that attend, per unit."""
 
     token: float
     pair: float
@@ -30,7 +30,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def from_cost(cls, cost: CostModel) -> Rates:
-        """From units so large that no floor of theirs counts."""
+        """Computes the rates from units that are too large for floors to count."""
         tokens, pairs, windows = 1 << 20, 1 << 30, cost.parts.windows
         none, near = (0.0,) * len(windows), tuple(min(pairs, pairs_of((tokens,), 0, tokens, w)) for w in windows)
         spans = [Span(tokens, 0, tokens, none), Span(2 * tokens, 0, tokens, none), Span(tokens, pairs, tokens, near)]
@@ -39,20 +39,20 @@ class Rates(NamedTuple):
         return cls((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
 
     def of(self, tokens: int) -> float:
-        """A whole document, without the unit's own."""
+        """Returns the seconds of a whole document, without the seconds per unit."""
         return self.token * tokens + self.pair * tokens * (tokens + 1) / 2
 
     def of_node(self, begin: int, tokens: int) -> float:
-        """Tokens that follow so many others of their path."""
+        """Returns the seconds of a node. begin: tokens before the node on the path."""
         return self.of(begin + tokens) - self.of(begin)
 
     def position(self, seconds: float) -> float:
-        """The token of a document up to which it takes so long."""
+        """Returns the number of a document's first tokens that take the given seconds."""
         b = self.token + self.pair / 2
         return 2 * seconds / (b + math.sqrt(b * b + 2 * self.pair * seconds))
 
     def best_unit(self, work: float, num_ranks: int) -> float:
-        """The time of a unit for the shortest step, if rows could be cut anywhere.
+        """Returns the seconds of a unit for the shortest step, if rows could be cut anywhere.
 
         Units of u seconds make a step of work + work / u * unit + (num_ranks - 1) (u + unit), least at the root.
         """
@@ -60,11 +60,11 @@ class Rates(NamedTuple):
 
 
 class TreeShape(NamedTuple):
-    """A tree of nodes, each a run of tokens, whose data lie node after node.
+    """A tree of nodes. A node is a run of tokens; the data of a tree lie node after node.
 
     Attributes:
         sizes: tokens of each node.
-        parents: the node that each follows, which has a smaller number; -1: node 0, the root.
+        parents: parent of each node, a node of a smaller number; -1 for node 0, the root.
     """
 
     sizes: tuple[int, ...]
@@ -72,17 +72,17 @@ class TreeShape(NamedTuple):
 
     @classmethod
     def of_prompt(cls, prompt: int, responses: Sequence[int]) -> TreeShape:
-        """A prompt of so many tokens, and its responses."""
+        """Makes a tree from the tokens of a prompt, and of each response."""
         return cls((prompt, *responses), (-1, *[0] * len(responses)))
 
     @property
     def tokens(self) -> int:
-        """Total over all nodes."""
+        """Total tokens over all nodes."""
         return sum(self.sizes)
 
     @property
     def begins(self) -> list[int]:
-        """The position of each node's first token along its path."""
+        """Position of each node's first token along the path from the root."""
         begins: list[int] = []
         for parent in self.parents:
             begins.append(0 if parent < 0 else begins[parent] + self.sizes[parent])
@@ -90,17 +90,17 @@ class TreeShape(NamedTuple):
 
     @property
     def paths(self) -> list[int]:
-        """The tokens of each path from the root to a leaf, which are those of the rows that make the tree."""
+        """Tokens of each path from the root to a leaf: the lengths of the rows behind the tree."""
         inner, ends = set(self.parents), map(sum, zip(self.begins, self.sizes, strict=True))
         return [end for node, end in enumerate(ends) if node not in inner]
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """Whether every node's parent is the node before."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def check(self, name: str) -> None:
-        """Raises ``ValueError``, which begins with ``name``, unless this is a tree."""
+        """Raises ``ValueError``, beginning with ``name``, unless sizes and parents describe a tree."""
         if not self.sizes or len(self.sizes) != len(self.parents):
             raise ValueError(f"{name} has {len(self.sizes)} nodes and {len(self.parents)} parents: each node has one")
         for node, (size, parent) in enumerate(zip(self.sizes, self.parents, strict=True)):
@@ -116,17 +116,17 @@ class TreeShape(NamedTuple):
 
 
 def tokens_of(documents: Sequence[int | TreeShape]) -> list[int]:
-    """Tokens of each document, or of all nodes of a tree."""
+    """Returns the tokens of each document, or of all nodes of a tree."""
     return [document.tokens if isinstance(document, TreeShape) else document for document in documents]
 
 
 class Tree:
-    """A tree with what its nodes cost.
+    """A tree with the seconds of each node.
 
     Attributes:
-        begins: position of each node's first token along its path; offsets: its place in the tree's data.
-        seconds: of each node.
-        children: of each node; leaves: those of them that nothing follows.
+        begins: position of each node's first token along the path; offsets: position in the tree's data.
+        seconds: seconds of each node.
+        children: children of each node; leaves: children without children.
     """
 
     def __init__(self, shape: TreeShape, rates: Rates) -> None:
@@ -140,15 +140,15 @@ class Tree:
 
 
 def seconds_of_documents(documents: Sequence[int | Tree], rates: Rates) -> list[float]:
-    """Seconds of each document, or of all nodes of a tree, without the units' own."""
+    """Returns the seconds of each document, or of all nodes of a tree, without the seconds per unit."""
     return [sum(item.seconds) if isinstance(item, Tree) else rates.of(item) for item in documents]
 
 
 def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> float:
-    """The time of a unit for about the shortest step.
+    """Returns the seconds of a unit for about the shortest step.
 
     Documents can be cut and packed into units of any time. Nodes of a tree can be cut, and leaves of one parent packed;
-    what is left is short beside a long unit, and a pipeline waits for its long units.
+    the short nodes left make short units, and a pipeline waits for long units beside short units.
     """
     trees = [item for item in documents if isinstance(item, Tree)]
     work = sum(seconds_of_documents(documents, rates))
@@ -156,7 +156,7 @@ def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> 
     if not trees:
         return smooth
     alone: list[float] = []  # seconds of nodes that share no unit
-    together: list[float] = []  # of leaves, those of one parent as one
+    together: list[float] = []  # seconds of the leaves of one parent, as one entry
     for tree in trees:
         for node, seconds in enumerate(tree.seconds):
             leaves = tree.leaves[node]
@@ -166,7 +166,7 @@ def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> 
     most = float(nodes.max())
 
     def step(unit: float) -> float:
-        """About the seconds of a step."""
+        """Returns the estimated seconds of a step."""
         units = float(np.ceil(nodes / unit - _STRETCH).clip(1).sum()) + rest / unit
         whole = work + units * rates.unit
         longer = max(0.0, (min(unit, most) + rates.unit) * units / whole - 1)
@@ -179,10 +179,10 @@ class StepRow(NamedTuple):
     """A row of a step: a micro-batch.
 
     Attributes:
-        documents: indices of its documents, in their order; of a tree, its own.
-        parts: for each segment its tokens; of leaves that share one, those of each.
-        parents: of a tree, the segment that each segment follows; None: the one before it.
-        pieces: of a tree, begin and size of runs of its data in the order in which the row has them.
+        documents: indices of the row's documents, in order; a single index for a tree.
+        parts: tokens of each segment, by leaf where leaves share a segment.
+        parents: for a tree, the parent segment of each segment; None: a chain.
+        pieces: for a tree, begin and size of runs of the tree's data, in the order of the row.
     """
 
     documents: tuple[int, ...]
@@ -192,11 +192,11 @@ class StepRow(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int | tuple[int, ...], ...]:
-        """As the engine takes the tokens of segments."""
+        """Tokens of each segment, in the engine's form."""
         return tuple(part[0] if len(part) == 1 else part for part in self.parts)
 
     def packed(self, lengths: Sequence[int]) -> PackedRow:
-        """The row for its price."""
+        """Returns the row in the form of ``CostModel.price_rows``."""
         sizes = tuple(map(sum, self.parts))
         documents = tuple(lengths[i] for i in self.documents)
         return PackedRow(documents, sizes, self.parents, None if self.parents is None else self.parts)
@@ -208,10 +208,10 @@ Rows = tuple[StepRow, ...]
 def rows_of(
     documents: Sequence[int | Tree], work: Sequence[float], unit: float, most: int, rates: Rates, packs: bool
 ) -> Rows:
-    """Rows whose units take about so long, and hold so many tokens at most; those with the most segments first.
+    """Returns rows, the rows with the most segments first.
 
     Args:
-        work: seconds of each document.
+        work: seconds of each document. unit: about the seconds of a unit; most: most tokens of a unit.
         packs: leaves of one parent may share a unit.
     """
     plain = [(i, item) for i, item in enumerate(documents) if not isinstance(item, Tree)]
@@ -226,7 +226,8 @@ def rows_of(
 def _packed(
     documents: Sequence[tuple[int, int]], work: Sequence[float], unit: float, most: int, rates: Rates
 ) -> list[StepRow]:
-    """Rows of documents, each an index and its tokens: a long one alone, in segments; short ones together, in one."""
+    """Returns rows of documents, given as (index, tokens). A long document begins a row and is cut into segments; short
+    documents fill the last segment, or share a row of one segment."""
     parts = [max(seconds / unit, length / most) for seconds, (_, length) in zip(work, documents, strict=True)]
     long = [place for place, share in enumerate(parts) if share > 1]
     short = [place for place, share in enumerate(parts) if share <= 1]
@@ -243,13 +244,13 @@ def _packed(
 
 
 def _count(seconds: float, tokens: int, unit: float, most: int) -> int:
-    """Units of so long a run."""
+    """Returns the number of units of a run of tokens."""
     return max(1, math.ceil(seconds / unit - _STRETCH), -(-tokens // most))
 
 
 def _cut(documents: Sequence[int], count: int, most: int, rates: Rates, begin: int = 0) -> tuple[int, ...]:
-    """Tokens of the segments of a row, of which the first document may be a long one, or go on at ``begin``: of equal
-    time, at most so many tokens each."""
+    """Returns the tokens of a row's segments, of equal time and at most ``most`` tokens each. The first document may be
+    long; begin: tokens before the document, for a node of a tree."""
     tokens = sum(documents)
     if count == 1 and tokens <= most:
         return (tokens,)
@@ -263,15 +264,15 @@ def _cut(documents: Sequence[int], count: int, most: int, rates: Rates, begin: i
 
 
 def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> StepRow:
-    """A tree in units: a long node is a chain of them, and short leaves of one parent share one.
+    """Lays a tree out in units: a long node becomes a chain of units, and short leaves of one parent share a unit.
 
-    Segments are in preorder, each unit of leaves where the first of them is.
+    Segments are in preorder; a shared unit stands at the place of the first leaf.
     """
     sizes, offsets, seconds = tree.shape.sizes, tree.offsets, tree.seconds
     parts: list[tuple[int, ...]] = []
     parents: list[int] = []
     pieces: list[tuple[int, int]] = []
-    stack: list[tuple[list[int], int]] = [([0], -1)]  # nodes of one unit, or one node, and what they follow
+    stack: list[tuple[list[int], int]] = [([0], -1)]  # nodes of one unit, or one node, and the parent segment
     while stack:
         nodes, parent = stack.pop()
         pieces += [(offsets[node], sizes[node]) for node in nodes]
