@@ -35,7 +35,7 @@ _GRACE_S = 10.0  # wait for ranks to end, after a failure or a signal, before ki
 _LOOK_S = 0.05  # poll interval for ended ranks
 _ALL = "all"  # name of a file that appears once all ranks are started
 _UNGUARDED = 97  # exit code of a rank whose import of the script calls launch
-_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
+_SET_PDEATHSIG = 1  # option of prctl, in linux/prctl.h
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
@@ -362,7 +362,7 @@ def _outcome(call: Any, rank: int, backend: str) -> tuple[float, bytes, str]:
             error = RuntimeError(f"rank {rank} ended with exit code {code}, by sys.exit(){more}")
     except Exception as raised:
         error = raised
-    except BaseException as raised:  # the launching process would take it for an interruption or exit there
+    except BaseException as raised:  # raised again, a KeyboardInterrupt or exit would end the launching process
         error = RuntimeError(f"rank {rank} ended by {type(raised).__name__}")
     seconds = time.monotonic()
     if error is None:

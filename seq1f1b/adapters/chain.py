@@ -59,7 +59,7 @@ def split(
     sample: Any = None,
     check: bool = True,
 ) -> list[ChainStage]:
-    """Cuts your model into pipeline stages. Give each rank's engine one stage, and drop your references to the rest.
+    """Cuts your model into pipeline stages. Give each rank's engine one stage, and keep no other reference.
 
     The model is an ``nn.Sequential``, or has a forward that runs embedding, blocks and head in this order; stages begin
     at blocks. The trace of forward leaves the blocks whole, so a block may run any code. Each stage hands on every
@@ -113,7 +113,7 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
-    """Makes the users of a nested value use the single tensors, which stages can hand on; returns False on failure."""
+    """Gives the users of a nested value the single tensors, which stages can hand on. Returns whether possible."""
     users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
     leaves, keys = tree_leaves_with_path(value), (MappingKey, SequenceKey)
     are_tensors = all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
@@ -253,7 +253,7 @@ class _Cut:
 
     def handed_on(self, stage: int) -> list[fx.Node]:
         """Returns the values that a stage passes on: made in the stage or earlier, used later."""
-        needed = dict[fx.Node, fx.Node]()  # value passed on -> a later value that needs it
+        needed = dict[fx.Node, fx.Node]()  # value passed on -> first later value that depends on it
         for node in self.graph.nodes:
             if self.stage_of[node] > stage:
                 for source in node.all_input_nodes:

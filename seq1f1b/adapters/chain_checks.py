@@ -85,7 +85,7 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _counts_tokens(node: fx.Node) -> bool:
-    """Returns whether a size depends on dimension 1 of a tensor, or on the last dimension of an argument."""
+    """Returns whether a size depends on dimension 1 or -2 of a tensor, or on the last of an argument."""
     name = _name(node)
     index: Any = None
     if name == "size" and (len(node.args) > 1 or "dim" in node.kwargs):
@@ -136,7 +136,7 @@ _PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device, Enu
 _SAME = (Tensor, FunctionType, BuiltinFunctionType)  # compared by identity
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _MISSING = "nothing"  # shown where an attribute does not exist
-_DEPTH = 4  # of nested containers
+_DEPTH = 4  # levels of nested containers shown
 
 
 class Frozen:

@@ -42,7 +42,7 @@ def compare(
 ) -> None:
     """Raises ValueError if an output, buffer or gradient of the stages differs from the model's.
 
-    The message names the first difference. A warning says why nothing was compared. The comparison restores the model:
+    The message names the first difference. If nothing was compared, a warning says why. The comparison restores
     parameters, gradients, buffers, modes, attributes of modules, and random generators.
 
     Args:

@@ -238,7 +238,7 @@ def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
 
 
 def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
-    """Runs a twin of the stage without layers on the segments of the sample; raises ValueError for other values."""
+    """Runs a twin of the stage without layers on the segments of the sample; raises ValueError if results differ."""
     entry, exit = stage.ends
     first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded
     message = Message(0) if entry is None else entry.message

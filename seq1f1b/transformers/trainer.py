@@ -49,7 +49,7 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 def _not_alone(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method that all ranks call: an error on one rank ends the waiting of the others."""
+    """Wraps a method that all ranks call: an error on one rank fails all ranks, so that none waits."""
 
     @functools.wraps(call)
     def called(self: Trainer, *args: Any, **named: Any) -> Any:

@@ -26,8 +26,8 @@ class Batch:
     """The arguments of a step.
 
     Attributes:
-        tokens, target: (rows, tokens), padded to a multiple of the number of micro-batches in rows and to at least the
-            number of segments in tokens. Padding has no targets, and no token attends to padding.
+        tokens, target: (rows, tokens). Rows are padded to a multiple of the number of micro-batches, tokens to at least
+            the number of segments. Padding has no targets, and no token attends to padding.
         doc_ids: ids of packed documents.
         shape: rows and tokens of the batch without padding.
     """

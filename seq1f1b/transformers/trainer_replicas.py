@@ -96,7 +96,7 @@ class Replicas:
             together(self, "the first replica failed", action if self.index == 0 else lambda: None)
 
     def from_last_stages(self, tensor: Tensor | None) -> Tensor:
-        """Returns the rows of all replicas on every process. One rank of each pipeline gives a tensor."""
+        """Returns all replicas' rows on every process. One rank of each pipeline gives a tensor, the others None."""
         described = self.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
         parts = []
         for source, what in enumerate(described):
