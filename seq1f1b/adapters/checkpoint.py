@@ -41,7 +41,7 @@ class PipelineState:
     without this package can read the checkpoint.
 
     Saving changes neither parameters nor optimizer nor random state. A parameter without optimizer state, for example
-    before the first step, is saved without. Loading replaces the optimizer's state by the state in the checkpoint: a
+    before the first step, has no entry. Loading replaces the optimizer's state by the state in the checkpoint: a
     parameter without state there ends up without state. Loading never runs an optimizer step.
 
     Copies listed in ``tied_parameters`` are one entry, under their common name. The shards of a
