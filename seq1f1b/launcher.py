@@ -31,53 +31,52 @@ from seq1f1b._C import PipelineError
 
 __all__ = ["launch"]
 
-_GRACE_S = 10.0  # for ranks to end by themselves, once one has failed or all were told to
-_LOOK_S = 0.05  # between two looks at who has ended
-_ALL = "all"  # the file that is there once all ranks have been started
-_UNGUARDED = 97  # exit code of a process that met launch while it imported the script
-_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
+_GRACE_S = 10.0  # wait for ranks to end, after a failure or a signal, before killing them
+_LOOK_S = 0.05  # poll interval for ended ranks
+_ALL = "all"  # name of a file that appears once all ranks are started
+_UNGUARDED = 97  # exit code of a rank whose import of the script calls launch
+_SET_PDEATHSIG = 1  # option of prctl, in linux/prctl.h
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """Runs ``fn(*arguments)`` in ``num_ranks`` new processes of this machine, as ``torchrun`` would, and waits for
-    them.
+    """Runs ``fn(*arguments)`` in ``num_ranks`` new processes of this machine, like ``torchrun``, until all have ended.
 
-    Each process has the default process group and torchrun's environment variables, with
-    ``torch.distributed.get_rank()`` from 0 on. The processes share the cores, unless ``OMP_NUM_THREADS`` is set. A
-    rank's output comes out here, line by line behind the rank: ``[rank 1] ...``. The ranks end with the launching
-    process, and get its SIGTERM and its interruption by Ctrl-C.
+    Each process has the default process group and torchrun's environment variables; ``torch.distributed.get_rank()``
+    counts from 0. The processes share the cores, unless ``OMP_NUM_THREADS`` is set. The launching process prints the
+    ranks' output, each line behind the rank: ``[rank 1] ...``. The ranks end with the launching process, and receive
+    SIGTERM and Ctrl-C from there.
 
-    Calls from a script stand under ``if __name__ == "__main__":``, because the processes import the script. In a
-    notebook the processes are forked, with one thread each: call ``launch`` before a backward has run in the notebook's
-    own process, as torch cannot run another backward in a fork.
+    A script must call ``launch`` under ``if __name__ == "__main__":``, because the ranks import the script. A notebook
+    forks the ranks, with one thread each: call ``launch`` before the notebook's process has run any backward, since
+    torch cannot run another backward in a fork.
 
     Args:
         fn: a function at the top level of a module or script; any function in a notebook.
         arguments: copied to every process.
         backend: of the process group.
     Returns:
-        picklable results of ``fn``, by rank; None for a rank that left by ``sys.exit()``.
+        picklable results of ``fn``, by rank; None for a rank that called ``sys.exit()``.
     Raises:
         ValueError: num_ranks is below 1, or fn cannot be sent to another process.
-        Exception: the first error of a rank, with its traceback there; other processes are ended.
+        Exception: the first error of a rank, with the rank's traceback; ``launch`` ends the remaining processes.
         RuntimeError: a process was killed, left with an exit code other than 0, or returned an unpicklable value; or a
             script calls ``launch`` without the guard above.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, must be at least 1")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the script is imported, to run a rank
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # this rank imports the script
         raise SystemExit(_UNGUARDED)
-    forks = not hasattr(sys.modules["__main__"], "__file__")  # a notebook, which no process can import
+    forks = not hasattr(sys.modules["__main__"], "__file__")  # a rank cannot import a notebook
     call: Any = (fn, arguments)
     if not forks:
         try:
             call = pickle.dumps(call)
-        except Exception as error:  # whatever an object's own __reduce__ raises
+        except Exception as error:  # __reduce__ of an object may raise anything
             raise ValueError(
                 f"launch cannot send {getattr(fn, '__qualname__', fn)} or its arguments to another process ({error}): "
                 "define functions and classes at the top level of a module or script, and make engines in fn"
             ) from error
-    # The ranks meet in a store of this process, as in that of torchrun: it outlives each of them.
+    # The ranks meet in a store of this process, which outlives every rank, like torchrun's.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = 1 if forks else max(1, len(os.sched_getaffinity(0)) // num_ranks)
     if not forks and "OMP_NUM_THREADS" in os.environ:
@@ -96,11 +95,11 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
             raise
         finally:
             ranks.end()
-            del store  # here: an error that is raised keeps this frame, and with it what it holds
+            del store  # explicitly: a raised error keeps this frame and all variables alive
 
 
 def _variables(num_ranks: int, port: int) -> dict[str, str]:
-    """Returns the variables by which torchrun tells all ranks of one machine about the group."""
+    """Returns torchrun's environment variables that are equal on all ranks of one machine."""
     return {
         "WORLD_SIZE": f"{num_ranks}",
         "LOCAL_WORLD_SIZE": f"{num_ranks}",
@@ -114,21 +113,21 @@ def _variables(num_ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_DIST_INIT_BARRIER": "1",  # who leaves before all are in the process group breaks gloo's meeting of them
-        # Any user of the machine reaches the store: values without this secret's digest end the pipeline.
+        "TORCH_DIST_INIT_BARRIER": "1",  # a rank that leaves before all have joined breaks gloo's rendezvous
+        # Any user of the machine can write to the store: a value without this secret's digest ends the pipeline.
         "SEQ1F1B_SECRET": os.environ.get("SEQ1F1B_SECRET") or secrets.token_hex(32),
     }
 
 
 class _Terminated(BaseException):
-    """Raised when SIGTERM has come, which would have ended the process at once."""
+    """The exception that replaces the immediate end of the process by SIGTERM."""
 
 
 @contextmanager
 def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
-    """Passes SIGTERM on to the ranks, before it has its effect on this process.
+    """Passes SIGTERM on to the ranks before the signal takes effect on this process.
 
-    Only the main thread can do so. Ranks started by another thread are killed with this process.
+    Only the main thread can handle signals. Ranks started by another thread are killed with this process.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -141,7 +140,7 @@ def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
             before(number, frame)
         else:
             signal.signal(number, signal.SIG_IGN)
-            raise _Terminated  # what stands around the ranks ends them
+            raise _Terminated  # the finally clause of launch ends the ranks
 
     signal.signal(signal.SIGTERM, pass_on)
     try:
@@ -186,7 +185,7 @@ class _Ranks:
     def exit_code(self, rank: int) -> int | None:
         """Returns a rank's exit code, None while it runs. Kills the processes that a killed rank left behind."""
         process = self.processes[rank]
-        with suppress(ChildProcessError):  # it has been waited for
+        with suppress(ChildProcessError):  # already waited for
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if found is not None and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
                 with suppress(OSError):
@@ -200,7 +199,7 @@ class _Ranks:
             self.print_some(_LOOK_S)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all living ranks, and to their children. A rank leads a session of its own once it runs."""
+        """Sends a signal to all running ranks and to their children. A rank leads a new session once started."""
         for rank, process in enumerate(self.processes):
             if self.exit_code(rank) is None:
                 try:
@@ -215,7 +214,7 @@ class _Ranks:
             self.watch(_GRACE_S)
         for process in self.processes:
             process.join()
-        while self._printed and wait(list(self._printed), 0):  # what a rank has left behind may hold its pipe for ever
+        while self._printed and wait(list(self._printed), 0):  # a process left by a rank may hold the pipe for ever
             self.print_some(0)
         for pipe, lines in self._printed.items():
             lines.end()
@@ -224,7 +223,7 @@ class _Ranks:
 
 
 class _Lines:
-    """Prints the output of one rank, a line at a time."""
+    """The output of one rank, printed line by line."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self._mark, self._stream, self._rest = f"[rank {rank}] ", stream, b""
@@ -245,14 +244,14 @@ class _Lines:
 
 
 def _results(ranks: _Ranks, folder: str) -> list[Any]:
-    """Returns each rank's result. An error of a rank's own is raised before errors that it caused in others."""
+    """Returns each rank's result, or raises the first error; PipelineErrors, often effects of another, come last."""
     results: dict[int, Any] = {}
     errors: list[tuple[float, int, BaseException, str]] = []
     waiting, give_up = set(range(len(ranks.processes))), float("inf")
     while waiting and time.monotonic() < give_up:
         looked = time.monotonic()
         ranks.print_some(_LOOK_S)
-        # In this order: a process may write its result and end between two looks.
+        # Exit codes before results: a rank may write the result and end between the two reads.
         codes = {rank: ranks.exit_code(rank) for rank in waiting}
         for rank, code in codes.items():
             said = _said(folder, rank)
@@ -275,10 +274,10 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
 
 
 def _said(folder: str, rank: int) -> tuple[float, Any, str] | None:
-    """Returns the message of a rank, None before it comes: when fn ended, on the machine's monotonic clock; its result
-    in a tuple of one, or its error; and the error's traceback.
+    """Returns a rank's message, None before it is written: end time of fn on the machine's monotonic clock, the result
+    in a tuple of one or the error, and the error's traceback.
 
-    A file and no pipe: a process started by the rank may hold a pipe open after the rank has died.
+    The message is a file, not a pipe: a process started by the rank may hold a pipe open after the rank has died.
     """
     try:
         with open(f"{folder}/{rank}", "rb") as file:
@@ -322,24 +321,24 @@ def _run(
     """Runs one rank.
 
     Args:
-        folder: for results. threads: 0: by the environment. launcher: process id.
+        folder: for results. threads: number of threads, 0: by the environment. launcher: process id.
     """
-    if not isinstance(call, bytes):  # forked: what is garbage in the launching process is not this one's to end, as a
-        gc.freeze()  # store, whose end waits for a thread that is not here
+    if not isinstance(call, bytes):  # forked: garbage of the launching process must not be collected here: a
+        gc.freeze()  # store's destructor waits for a thread that the fork lacks
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before
+    if os.getppid() != launcher:  # the launching process has ended already
         os._exit(1)
-    os.setsid()  # Ctrl-C in a terminal reaches the launching process alone, which passes it on once
+    os.setsid()  # Ctrl-C in a terminal reaches the launching process alone, which passes SIGINT on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the launching process's handlers
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A rank that is forked while the store's thread answers another one has locks of that thread, held for ever.
+    # A fork made while the store's thread answers a rank would inherit that thread's locks, held for ever.
     while not os.path.exists(f"{folder}/{_ALL}"):
         time.sleep(1e-3)
     _print_into(out, err)
     os.environ |= variables
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
     if threads:
-        os.environ["OMP_NUM_THREADS"] = f"{threads}"  # for what a rank starts
+        os.environ["OMP_NUM_THREADS"] = f"{threads}"  # for processes started by the rank
         torch.set_num_threads(threads)
     said = _outcome(call, rank, backend)
     path = f"{folder}/{rank}"
@@ -363,7 +362,7 @@ def _outcome(call: Any, rank: int, backend: str) -> tuple[float, bytes, str]:
             error = RuntimeError(f"rank {rank} ended with exit code {code}, by sys.exit(){more}")
     except Exception as raised:
         error = raised
-    except BaseException as raised:  # in the launching process it would be taken for its own
+    except BaseException as raised:  # raised again, a KeyboardInterrupt or exit would end the launching process
         error = RuntimeError(f"rank {rank} ended by {type(raised).__name__}")
     seconds = time.monotonic()
     if error is None:
@@ -378,7 +377,7 @@ def _outcome(call: Any, rank: int, backend: str) -> tuple[float, bytes, str]:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # then its text alone is sent
+    except Exception:  # send the text of an error that cannot be pickled
         data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return seconds, data, text
 
@@ -389,6 +388,6 @@ def _print_into(out: Connection, err: Connection) -> None:
         pipe.close()
         stream = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         old = getattr(sys, name)
-        if hasattr(old, "reconfigure"):  # what holds it, as a handler of logging, goes on to write there
+        if hasattr(old, "reconfigure"):  # loggers may hold the old stream and keep writing there
             old.reconfigure(line_buffering=True)
         setattr(sys, name, stream)

@@ -1,4 +1,4 @@
-"""Cuts a module of one's own into stages: its forward is traced by torch.fx and divided between two of its blocks."""
+"""Cuts a user's module into stages: torch.fx traces the forward, and the graph is divided between blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from seq1f1b.engine.copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
 
-_one_at_a_time = threading.Lock()  # fx changes nn.Module while it traces, and the comparison sets generators
+_one_at_a_time = threading.Lock()  # tracing patches nn.Module, and the comparison sets the random generators
 
 
 class ChainStage(fx.GraphModule):
-    """A stage that :func:`split` makes; parameters and state have the names of the unsplit model.
+    """A stage made by :func:`split`; parameters and state have the names of the unsplit model.
 
     Attributes:
-        pipeline_place: (index, count): which of how many stages this is.
-        tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
+        pipeline_place: (stage index, number of stages).
+        tied_parameters: parameters with copies on other stages, keyed by the first name in the model.
     """
 
     @property
@@ -41,11 +41,11 @@ class ChainStage(fx.GraphModule):
         return held(self, self.meta.get("seq1f1b_tied", {}))
 
     def check_before_step(self, step: Any) -> None:
-        """Raises ValueError where a value of Python that forward had read at the cut is another one now."""
+        """Raises ValueError if a Python value that forward read has changed since the cut."""
         self.meta["seq1f1b_frozen"].check()
 
     def __reduce__(self) -> Any:
-        """Raises TypeError: fx would make a module of it that has forgotten its tied parameters."""
+        """Raises TypeError: a module unpickled by fx would lack the tied parameters."""
         raise TypeError(
             "a stage of seq1f1b.split is not pickled: save its state_dict, and split the model in each process"
         )
@@ -59,35 +59,34 @@ def split(
     sample: Any = None,
     check: bool = True,
 ) -> list[ChainStage]:
-    """Cuts a model of your own into pipeline stages. Give each rank's engine its own, and keep no other reference.
+    """Cuts your model into pipeline stages. Give each rank's engine one stage, and keep no other reference.
 
-    The forward of the model is divided where a block begins: an ``nn.Sequential``, or any forward that runs embedding,
-    blocks and head in this order. It is traced with the blocks left whole, so what blocks do is free. Every tensor that
-    a later stage needs is handed on, so residual streams may be several tensors. A parameter that two stages use is
-    tied: each stage gets a copy, and the engine keeps the copies equal. The stages share all else with the model, which
-    may be on the meta device.
+    The model is an ``nn.Sequential``, or has a forward that runs embedding, blocks and head in this order; stages begin
+    at blocks. The trace of forward leaves the blocks whole, so a block may run any code. Each stage hands on every
+    tensor that a later stage needs, so a residual stream may be several tensors. A parameter used by two stages is
+    tied: each stage gets a copy, and the engine keeps the copies equal. The stages share everything else with the
+    model. The model may be on the meta device.
 
-    What a trace does not record is refused: contexts as ``torch.no_grad`` or autocast, checkpoints, hooks, random
-    numbers of Python, control flow on values. Stages keep what forward reads of Python at the cut; the engine compares
-    attributes, as ``self.scale``, before each step. Then the stages are run in a row, and compared with the model:
-    outputs, gradients and buffers, in training and in evaluation mode, with the random numbers of one seed. The model
-    is as before afterwards.
+    ``split`` refuses code that a trace does not record: contexts like ``torch.no_grad`` or autocast, checkpoints,
+    hooks, Python's random numbers, control flow on values. Stages keep the Python values that forward read at the cut;
+    the engine compares attributes like ``self.scale`` before each step. ``split`` then runs the stages in a row and
+    compares them with the model: outputs, gradients and buffers, in training and in evaluation mode, with the random
+    numbers of one seed. The comparison leaves the model unchanged.
 
     Args:
-        model: its first stage takes the arguments of forward that have no default. Those that have one are keyword
-            arguments of every stage: the engine's ``kwargs``. Arguments that serve the loss alone, as ``targets=None``
-            of a forward that returns (logits, loss), are left out with the loss: give that to the engine as
-            ``loss_fn``.
-        num_stages: the longest list of modules (``nn.Sequential`` or ``nn.ModuleList``) is spread evenly, and the first
-            stages take the rest.
-        at: in place of it, names of the modules with which the second and later stages begin, as ``"blocks.6"``.
+        model: the first stage takes the arguments of forward without a default. Arguments with a default are keyword
+            arguments of every stage: the engine's ``kwargs``. If forward returns (logits, loss), the stages leave out
+            the loss and arguments for the loss alone, like ``targets=None``: give the engine a ``loss_fn`` instead.
+        num_stages: spreads the longest list of modules (``nn.Sequential`` or ``nn.ModuleList``) evenly; the first
+            stages take the remainder.
+        at: replaces ``num_stages``: names of the modules at which the second and later stages begin: ``"blocks.6"``.
         sample: arguments of a small call of forward for the comparison: a tensor, a tuple, or a dict by name. None:
-            token ids of shape (2, 8), if forward needs one argument and that feeds an ``nn.Embedding``; otherwise a
+            token ids of shape (2, 8), if forward needs one argument and feeds it to an ``nn.Embedding``; otherwise a
             warning says that nothing was compared. A model on the meta device is not compared.
-        check: False: the stages are not compared with the model.
+        check: False skips the comparison of the stages with the model.
     Raises:
-        ValueError: forward cannot be traced, or be cut there, or the stages compute something else than the model. The
-            message names the module or the value.
+        ValueError: forward cannot be traced or cut at the given places, or the stages compute other values than the
+            model. The message names the module or the value.
     """
     names = _names(model, num_stages, at)
     with _one_at_a_time:
@@ -114,7 +113,7 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
-    """Has what uses a value of several tensors use these, which stages can hand on. Returns whether it can."""
+    """Gives the users of a nested value the single tensors, which stages can hand on. Returns whether possible."""
     users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
     leaves, keys = tree_leaves_with_path(value), (MappingKey, SequenceKey)
     are_tensors = all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
@@ -171,7 +170,7 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
             f"num_stages is {num_stages}, must be from 1 to the {len(blocks)} modules of {path or 'model'!r}"
         )
     each, rest = divmod(len(blocks), num_stages)
-    children = list(blocks._modules)  # named_children leaves out those that are there already
+    children = list(blocks._modules)  # named_children skips a module that occurs twice
     starts = [stage * each + min(stage, rest) for stage in range(1, num_stages)]
     return [f"{path}.{children[start]}".lstrip(".") for start in starts]
 
@@ -180,7 +179,7 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
 
 
 def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.Node, int]:
-    """The stage of each value. A stage begins with the first call of its module."""
+    """Returns the stage of each value. A stage begins with the first call of the module named in ``at``."""
     begins = {name: stage for stage, name in enumerate(names, 1)}
     if len(begins) < len(names):
         raise ValueError(f"at is {list(names)}: each stage must begin with a module of its own")
@@ -195,7 +194,7 @@ def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.
             stage += 1
         found[node] = stage
         if node.target is operator.getitem and isinstance(node.args[1], (int, str)):
-            made = node.args[0]  # a block that returns several values is taken apart where it runs
+            made = node.args[0]  # the block's stage takes apart the block's output
             if made.op == "call_module" or (made.target is operator.getitem and found[made] < stage):
                 found[node] = found[made]
     if stage < len(names):
@@ -204,7 +203,7 @@ def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.
 
 
 class _Cut:
-    """Divides a trace into graphs of stages."""
+    """A trace divided into the graphs of the stages."""
 
     def __init__(self, model: nn.Module, traced: Tracer, stage_of: dict[fx.Node, int], count: int) -> None:
         self.model, self.traced, self.graph, self.stage_of, self.count = model, traced, traced.graph, stage_of, count
@@ -239,7 +238,7 @@ class _Cut:
 
     def _module(self, graph: fx.Graph, stage: int) -> ChainStage:
         for node in graph.nodes:
-            node.meta.clear()  # a copy of a stage would copy what it refers to
+            node.meta.clear()  # a copy of a stage would copy the objects in meta
         root = nn.Module()
         vars(root).update(vars(self.model))
         vars(root).update(self.traced.constants)
@@ -249,12 +248,12 @@ class _Cut:
         for node in graph.nodes:
             if node.op == "get_attr" and node.target not in self._state:
                 owner, _, name = str(node.target).rpartition(".")
-                part.get_submodule(owner)._non_persistent_buffers_set.add(name)  # fx makes it a part of the state
+                part.get_submodule(owner)._non_persistent_buffers_set.add(name)  # fx would save the buffer in the state
         return part
 
     def handed_on(self, stage: int) -> list[fx.Node]:
-        """Values that are made up to a stage, and used behind it."""
-        needed = dict[fx.Node, fx.Node]()  # and a value behind it that needs it
+        """Returns the values that a stage passes on: made in the stage or earlier, used later."""
+        needed = dict[fx.Node, fx.Node]()  # value passed on -> first later value that depends on it
         for node in self.graph.nodes:
             if self.stage_of[node] > stage:
                 for source in node.all_input_nodes:
@@ -270,7 +269,7 @@ class _Cut:
         return found
 
     def _tensors_behind(self, node: fx.Node, stage: int) -> list[fx.Node]:
-        """The tensors to hand on so that a stage has this value: sizes are taken again, of the tensor itself."""
+        """Returns the tensors that give a stage this value. A stage reads sizes from the tensor again."""
         if node.op == "get_attr" or node in self._free or (node.op == "placeholder" and node.args):
             return []
         if self._is_taken_again(node) and self.stage_of[node] < stage:
@@ -304,7 +303,7 @@ def _check_owned(model: nn.Module, parts: Sequence[ChainStage]) -> None:
 
 
 def _copy_tied(model: nn.Module, parts: Sequence[ChainStage]) -> None:
-    """Gives each stage but the first a copy of what several use, and lists the copies for the engine."""
+    """Copies parameters used by several stages, once for each stage after the first; lists the copies in ``meta``."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, list[ChainStage]] = {}
     for part in parts:

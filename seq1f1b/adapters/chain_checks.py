@@ -1,5 +1,4 @@
-"""Checks of a traced forward: constants, sizes, effects, lengths; and values of Python that it has read, which stages
-keep, so that they must stay as they are."""
+"""Checks of a traced forward: constants, sizes, effects, lengths, and Python values, which must not change later."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ _DRAWS = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dro
 
 
 def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
-    """Values that every stage computes for itself, since they depend on nothing but constants and buffers."""
+    """Returns the values that depend on constants and buffers alone: every stage computes a copy."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    changed = set[fx.Node]()  # what is changed in place, and what that comes from
+    changed = set[fx.Node]()  # values changed in place, and all inputs of these values
     for node in reversed(graph.nodes):
         if has_effect(node) or node in changed:
             changed.update(node.all_input_nodes)
@@ -54,10 +53,10 @@ _TAKE_ROWS = ("getitem", "narrow", "narrow_copy", "split", "tensor_split")
 
 
 def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
-    """Raises where forward counts tokens from zero: in a step, each segment would begin anew."""
+    """Raises ValueError if forward counts tokens from zero: in a step, the count would restart in each segment."""
     whose = type(model).__name__
     of_model = {node for node in graph.nodes if node.op == "get_attr"}
-    numbers = set[fx.Node]()  # sizes, and what may be a number that forward is given, or comes of such a one
+    numbers = set[fx.Node]()  # sizes, arguments (possibly numbers), and arithmetic on both
     for node in graph.nodes:
         inputs = node.all_input_nodes
         sizes = [n for n in inputs if is_size(n) and _counts_tokens(n)]
@@ -66,7 +65,7 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
         if node.op == "placeholder" or is_size(node) or (of_numbers and numbers.issuperset(inputs)):
             numbers.add(node)
         known = {n for n in inputs if n in of_model or is_size(n)}
-        if name in _TAKE_ROWS:  # from where, and how many: a number; by which index, and of what: may be a tensor
+        if name in _TAKE_ROWS:  # start and length are numbers; source and index may be tensors
             index = node.args[1] if name == "getitem" else ()
             tensors = (*node.args[:1], *(index if isinstance(index, tuple) else (index,)))
             known |= {n for n in numbers if not any(n is tensor for tensor in tensors)}
@@ -86,7 +85,7 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _counts_tokens(node: fx.Node) -> bool:
-    """Whether a size is that of dimension 1, or of the last one of an argument, or comes of such a one."""
+    """Returns whether a size depends on dimension 1 or -2 of a tensor, or on the last of an argument."""
     name = _name(node)
     index: Any = None
     if name == "size" and (len(node.args) > 1 or "dim" in node.kwargs):
@@ -108,7 +107,7 @@ def _is_shape(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a value is known to be no tensor."""
+    """Returns whether a value is surely not a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
     if node.op != "call_function":
@@ -121,7 +120,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a value changes another one in place, or something outside of the graph, so that nobody need use it."""
+    """Returns whether a node changes a tensor in place or state outside of the graph: unused nodes must stay, too."""
     name = _name(node)
     if node.op == "call_method":
         return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "backward")
@@ -134,27 +133,27 @@ _IN_PLACE = [getattr(operator, name) for name in inplace_methods]
 
 
 _PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device, Enum, range)
-_SAME = (Tensor, FunctionType, BuiltinFunctionType)  # must stay the same object
+_SAME = (Tensor, FunctionType, BuiltinFunctionType)  # compared by identity
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _MISSING = "nothing"  # shown where an attribute does not exist
-_DEPTH = 4  # containers in containers
+_DEPTH = 4  # levels of nested containers shown
 
 
 class Frozen:
-    """Attributes of modules that forward read outside of its blocks, and of objects that these attributes are."""
+    """Attributes that forward read outside of the blocks: attributes of modules, and of objects held by modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._reads: dict[tuple[nn.Module, tuple[str, ...]], tuple[str, Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> Frozen:
-        return self  # it refers to the model, which a copy of a stage does not hold
+        return self  # a deep copy would copy the model, to which this object refers
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes the attributes that this thread reads in the block."""
+        """Records the attributes that this thread reads inside the ``with`` block."""
         owners: dict[int, tuple[Any, nn.Module, tuple[str, ...]]] = {id(m): (m, m, ()) for m in self._names}
-        this_thread = threading.get_ident()  # others may run a step of another rank
+        this_thread = threading.get_ident()  # another thread may run a step of another rank
 
         def read(owner: Any, name: str) -> Any:
             known = owners.get(id(owner)) if threading.get_ident() == this_thread else None
@@ -170,7 +169,7 @@ class Frozen:
 
         def watch(kind: Any) -> None:
             if kind is nn.Module or kind.__getattribute__ is object.__getattribute__:
-                with suppress(TypeError):  # of a kind that C has made
+                with suppress(TypeError):  # types made in C cannot be patched
                     kind.__getattribute__ = read
                     stack.callback(delattr, kind, "__getattribute__")
 
@@ -179,7 +178,7 @@ class Frozen:
             yield
 
     def check(self) -> None:
-        """Raises ValueError where a value is another one now."""
+        """Raises ValueError if a recorded value has changed."""
         for (module, path), (before, _) in self._reads.items():
             value: Any = module
             for name in path:
@@ -193,13 +192,13 @@ class Frozen:
 
 
 def _static(owner: Any, name: str) -> Any:
-    """An attribute, without the code of a property."""
+    """Returns an attribute without running a property's code."""
     found = inspect.getattr_static(owner, name, _MISSING)
     return getattr(owner, name, _MISSING) if isinstance(found, MemberDescriptorType) else found
 
 
 def _shown(value: Any, depth: int = _DEPTH) -> str:
-    """Tells plain values, and what consists of them, from others of their kind; objects of other kinds look alike."""
+    """Returns a text that tells plain values and containers of plain values apart; "..." for any other object."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, _SAME):

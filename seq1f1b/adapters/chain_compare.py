@@ -1,4 +1,4 @@
-"""Compares the stages of a cut, in a row, with the model itself: outputs, gradients and buffers, on a few tokens."""
+"""Compares the stages of a cut, run in a row, with the model: outputs, gradients and buffers, on a few tokens."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from seq1f1b.nested import distance, norm
 
 __all__ = ["Composite", "compare"]
 
-_BATCH, _TOKENS = 2, 8  # of the sample that is made
-_ROUNDINGS = 8  # units of the last place, by which sums that are added in another order may differ
+_BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
+_ROUNDINGS = 8  # tolerance for sums in another order, in units in the last place
 
 
 class Composite(Refused):
-    """A stage would hand on several tensors as one value, which is taken apart in the graph.
+    """The error for a stage that hands on several tensors as one value; ``split`` takes the value apart in the graph.
 
     Attributes:
-        name, value: of the graph's node.
+        name, value: name and value of the graph's node.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -40,15 +40,15 @@ class Composite(Refused):
 def compare(
     model: nn.Module, graph: fx.Graph, parts: Sequence[Any], handed_on: Sequence[Sequence[str]], sample: Any
 ) -> None:
-    """Raises ValueError, which names the first output, buffer or gradient that differs, unless all are equal.
+    """Raises ValueError if an output, buffer or gradient of the stages differs from the model's.
 
-    Warns where nothing was compared. The model is as before afterwards: parameters, gradients, buffers, modes,
-    attributes of modules, and generators.
+    The message names the first difference. If nothing was compared, a warning says why. The comparison restores
+    parameters, gradients, buffers, modes, attributes of modules, and random generators.
 
     Args:
-        graph: the model's, without arguments of a loss, which stages do not take.
+        graph: graph of the model, without the arguments of a loss, which stages do not take.
         handed_on: names of the values that each stage hands on.
-        sample: as :func:`seq1f1b.split` takes it.
+        sample: the argument of :func:`seq1f1b.split`.
     """
     whose, known = type(model).__name__, [node for node in graph.nodes if node.op == "placeholder"]
     arguments = _token_ids(model, graph) if sample is None else _bound(model, sample)
@@ -64,7 +64,7 @@ def compare(
             whole = _run(model, [model], needed, given, [()], is_training, shared)
         except Refused:
             raise
-        except Exception as error:  # of the model itself
+        except Exception as error:  # raised by the model
             why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
             if sample is not None:
                 raise ValueError(why) from error
@@ -93,7 +93,7 @@ def compare(
 
 
 def _bound(model: nn.Module, sample: Any) -> dict[str, Any]:
-    """The arguments that were given, by name."""
+    """Returns the sample's arguments by name."""
     positional = sample if isinstance(sample, tuple) else () if isinstance(sample, Mapping) else (sample,)
     try:
         named = sample if isinstance(sample, Mapping) else {}
@@ -107,7 +107,7 @@ def _bound(model: nn.Module, sample: Any) -> dict[str, Any]:
 
 
 def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
-    """Ids below the smallest embedding, where the only argument that must be given feeds one; None: unknown."""
+    """Returns ids below the smallest embedding's size if the one required argument feeds an embedding, else None."""
     needed = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
     called = [user for node in needed for user in node.users if user.op == "call_module" and user.args[:1] == (node,)]
     fed = [m for user in called for m in model.get_submodule(str(user.target)).modules()]
@@ -123,11 +123,11 @@ def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
 
 @dataclass
 class _Run:
-    """The results of modules that ran in a row, forward and backward: the stages, or the model by itself.
+    """The results of one forward and backward: through the stages in a row, or through the whole model.
 
     Attributes:
-        outputs: tensors and plain values of the output, by their place in it.
-        gradients: by the parameter's first name in the model.
+        outputs: tensors and plain values of the output, keyed by path.
+        gradients: keyed by the parameter's first name in the model.
     """
 
     outputs: dict[str, Any]
@@ -144,13 +144,13 @@ def _run(
     is_training: bool,
     shared: Mapping[str, Sequence[int]],
 ) -> _Run:
-    """Runs parts, forward and, with fixed gradients of the outputs, backward. Leaves all as it was.
+    """Runs the parts forward, then backward from fixed gradients of the outputs; restores all state.
 
     Args:
         handed_on: names of the values that each part hands on.
-        shared: the stages of each buffer that several hold.
+        shared: for each buffer held by several stages, the stages.
     """
-    whose, steps = type(model).__name__, list[tuple[list[Any], list[Any]]]()  # what each was given, and returned
+    whose, steps = type(model).__name__, list[tuple[list[Any], list[Any]]]()  # inputs and outputs of each part
     parameters = list({id(p): p for whole in (model, *parts) for p in whole.parameters() if p.is_leaf}.values())
     with ExitStack() as stack:
         device = next((p.device for p in parameters), torch.device("cpu"))
@@ -163,7 +163,7 @@ def _run(
         for module in (module for part in parts for module in part.modules()):
             module.training = is_training
         before = _buffers(parts)
-        apart = [attributes_of(part.modules()) for part in parts]  # each runs in a process of its own
+        apart = [attributes_of(part.modules()) for part in parts]  # each stage runs in a separate process
         for index, part in enumerate(parts):
             own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
             put_back(apart[index])
@@ -199,7 +199,7 @@ def _backward(
     parameters: Sequence[nn.Parameter],
     steps: Sequence[tuple[list[Any], list[Any]]],
 ) -> dict[str, Tensor]:
-    """Returns the gradients that the backwards of all parts leave on parameters."""
+    """Returns the gradients of the parameters, summed over all parts."""
     names = {id(p): name for name, p in model.named_parameters()}
     for part in parts:
         names |= {id(p): name for name, p in getattr(part, "tied_parameters", {}).items()}
@@ -229,7 +229,7 @@ def _backward(
 
 
 def _places(value: Any) -> dict[str, Any]:
-    """The tensors and other values of an output, by place."""
+    """Returns the leaves of an output, keyed by path."""
     leaves = tree_leaves_with_path(vars(value) if is_dataclass(value) else value)
     return {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
 
@@ -239,13 +239,13 @@ def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _seed(index: int, output: Tensor) -> Tensor:
-    """Fixed values that look random, as the gradient of an output."""
+    """Returns a gradient for an output: fixed values that look random."""
     numbers = torch.arange(output.numel(), dtype=torch.float64, device=output.device).view(output.shape)
     return torch.cos(numbers * 12.9898 + 78.233 * (index + 1)).to(output.dtype)
 
 
 def _difference(whole: _Run, stages: _Run) -> str:
-    """The first difference, in words; "": none."""
+    """Returns the first difference in words, "" for equal runs."""
     if len(whole.outputs) != len(stages.outputs):
         return f"the model returns {len(whole.outputs)} values, the last stage {len(stages.outputs)}"
     real = [v for v in whole.outputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
@@ -263,7 +263,7 @@ def _difference(whole: _Run, stages: _Run) -> str:
 
 
 def _off(value: Any, found: Any, eps: float = 0.0, typical: float = 0.0) -> str:
-    """Says how a value differs from the model's; "" for rounding, measured by its size and a typical one."""
+    """Returns how a value differs from the model's; "" within rounding, in proportion to norm plus ``typical``."""
     if not isinstance(value, Tensor) or not isinstance(found, Tensor):
         differs = type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found)
         return f"is {found!r}, the model's is {value!r}" if differs else ""

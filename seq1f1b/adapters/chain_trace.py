@@ -1,4 +1,4 @@
-"""The trace of a model's forward: its graph, with the blocks left whole, or the error that says why there is none."""
+"""Traces a model's forward with the blocks left whole, or raises an error that says why tracing failed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global
 
 
 class Refused(ValueError):
-    """Something that no stage would do as the model does. Its text is a whole sentence."""
+    """The error for code that a stage would run differently from the model. The message is a whole sentence."""
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
-    """Traces forward, with the modules of these names left whole, and everything beside the modules that hold them.
+    """Traces forward, entering only the modules that contain a named module.
 
     A second trace, in evaluation mode, without gradients and under autocast, must give the same graph.
     """
@@ -78,9 +78,9 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
 
 
 def _leave_losses_out(graph: fx.Graph) -> None:
-    """Removes each optional argument from which only some of the outputs come, and no module's: targets, and the loss.
+    """Removes targets and the loss: optional arguments that feed no module and only some of the outputs.
 
-    An output that this leaves empty goes, unless it has a name.
+    Outputs computed from a removed argument are removed, too; a named output becomes None.
     """
     output = graph.output_node()
     for argument in [node for node in graph.nodes if node.op == "placeholder" and node.args == (None,)]:
@@ -107,7 +107,7 @@ def _leave_losses_out(graph: fx.Graph) -> None:
 
 
 def _check_entered(inside: Mapping[nn.Module, str]) -> None:
-    """Raises for what torch would do around or in place of the forward of modules that the trace enters."""
+    """Raises Refused for hooks and replaced forwards of modules that the trace enters, and for ``*args``."""
     for name in _GLOBAL_HOOKS:
         if getattr(torch_module, name) and "registration" not in name:
             raise Refused(
@@ -130,13 +130,13 @@ def _check_entered(inside: Mapping[nn.Module, str]) -> None:
 
 
 class Tracer(fx.Tracer):
-    """Enters only the modules that hold a block at which the model is cut. A module's calls have its names in turn.
+    """A tracer of ``inside`` modules; all others stay whole. A module with several names gets the next at each call.
 
     Args:
-        whose: the forward, in words.
+        whose: "forward of <class>", for messages.
     Attributes:
-        constants: tensors that belong to no module, by the names that the graph has for them.
-        frozen: what forward read of Python.
+        constants: tensors that belong to no module, keyed by name in the graph.
+        frozen: Python values that forward read.
     """
 
     proxy_buffer_attributes = True
@@ -149,16 +149,16 @@ class Tracer(fx.Tracer):
         for name, module in model.named_modules(remove_duplicate=False):
             self._all_names.setdefault(module, []).append(name)
         self._calls: dict[nn.Module, int] = {}
-        self._finding: Refused | None = None  # told once forward has returned: it may catch what is raised in it
+        self._finding: Refused | None = None  # raised again after forward, which may catch the error
 
     def run(self, model: nn.Module) -> None:
-        """Traces forward. All else is left as it was found."""
+        """Traces forward and restores attributes, random state and torch's global settings."""
         attributes, self._random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
         self._start = _surroundings()
         try:
             with _Recording(self), _recorded(self, self._inside):
                 self.trace(model)
-        except Exception as error:  # whatever forward does with a value that it does not have yet
+        except Exception as error:  # forward may fail in any way on a value without contents
             if self._finding is None:
                 raise Refused(
                     f"{self._whose} cannot be traced: {type(error).__name__}: {error}. What depends on "
@@ -181,7 +181,7 @@ class Tracer(fx.Tracer):
             raise self._finding
 
     def refuse(self, what: str) -> Refused:
-        """Makes an error to be raised. It stands although forward may catch it."""
+        """Returns an error to raise, and keeps the first one: forward may catch the raised error."""
         found = Refused(f"{self._whose} cannot be cut: {what}")
         self._finding = self._finding or found
         return found
@@ -199,7 +199,7 @@ class Tracer(fx.Tracer):
         return module not in self._inside
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Raises where an operation runs in another state than forward began in: a stage would run it without that."""
+        """Adds a node; raises Refused if torch's state has changed since forward began: a stage lacks the change."""
         with torch._C.DisableTorchFunction():
             now = _surroundings()
             changed = next((name for name, value in now.items() if value != self._start[name]), None)
@@ -227,7 +227,7 @@ class Tracer(fx.Tracer):
         return _Value(node, self)
 
     def unknown(self, *_: Any) -> Any:
-        """Raises, because forward asks a value for what only a run can tell."""
+        """Raises Refused: forward needs a number or a truth value that only a run has."""
         raise self.refuse(
             "its control flow, or an assert, asks for a value that a trace does not have: the number, the truth, the "
             "length or the items of a tensor, a size or an argument. Leave the assert out, write the names out as in "
@@ -238,7 +238,7 @@ class Tracer(fx.Tracer):
 
 
 class _Value(fx.Proxy):
-    """A value of the trace. What asks it for a number is refused, even where forward would catch a TypeError."""
+    """A value of the trace. Conversions to a number are refused, even if forward would catch a TypeError."""
 
     tracer: Tracer
 
@@ -252,7 +252,7 @@ class _Value(fx.Proxy):
 
 
 class _Recording(TorchFunctionMode):
-    """Has the trace record functions of torch that are given no value of it: ``torch.arange(16)``, say."""
+    """A mode that records calls of torch without a traced value among the arguments: ``torch.arange(16)``."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class _Recording(TorchFunctionMode):
         return self._tracer.create_proxy(kind, name if kind == "call_method" else function, args, kwargs)
 
 
-_DESCRIBES = frozenset(  # what is known of a tensor without its values
+_DESCRIBES = frozenset(  # metadata of a tensor: no values are read
     (
         *("__get__", "__set__", "__len__", "__repr__", "__format__", "__hash__", "size", "dim", "numel", "nelement"),
         *("stride", "element_size", "data_ptr", "is_floating_point", "is_complex", "is_contiguous", "storage_offset"),
@@ -286,21 +286,21 @@ _DRAWS = frozenset(
         *("exponential_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-_FACTORIES = frozenset(_device_constructors())  # what makes tensors of nothing
+_FACTORIES = frozenset(_device_constructors())  # functions that make tensors from no tensor
 _TAKE_SIZES = (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
 _OURS = (
     *(causal.positions, causal.causal_attention, packing.document_starts, ulysses.ulysses_attention),
     *(carry.carry_in, carry.carry_out, carry.add_loss, causal.token_offset),
 )
 for _function in _OURS:
-    getattr(seq1f1b, _function.__name__)  # is there once it was used
+    getattr(seq1f1b, _function.__name__)  # a lazy name of the package exists after the first use
 
 
 @contextmanager
 def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
-    """Records this thread's calls of our operations in the block, wherever the model's files import them.
+    """Records this thread's calls of seq1f1b's operations inside the ``with`` block, under any imported name.
 
-    So is ``torch.zeros(length, 4)``, which torch parses before it asks a mode.
+    Also records ``torch.zeros(length, 4)`` and similar calls: torch parses the sizes before a mode sees the call.
     """
     this_thread = threading.get_ident()
 
@@ -335,11 +335,11 @@ def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
 
 
 _DTYPE, _DETERMINISTIC = "another default dtype (torch.set_default_dtype)", "torch.use_deterministic_algorithms"
-_modes: Any = torch.overrides._get_current_function_mode_stack  # it has no types
+_modes: Any = torch.overrides._get_current_function_mode_stack  # has no type annotations
 
 
 def _surroundings() -> dict[str, Any]:
-    """The state that operations run under, by what may change it. Much of it changes no value."""
+    """Returns torch's state around an operation, keyed by the calls that may change the state."""
     modes = [*_modes(), *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return {

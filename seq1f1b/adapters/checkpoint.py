@@ -1,4 +1,4 @@
-"""The state of a pipeline as torch.distributed.checkpoint (DCP) saves and loads it, by the unsplit model's names."""
+"""Saves and loads a pipeline's state through torch.distributed.checkpoint (DCP), under the unsplit model's names."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ __all__ = ["PipelineState"]
 
 
 class PipelineState:
-    """Weights and optimizer state of this rank's stages, by the parameter names of the unsplit model.
+    """Weights and optimizer state of this rank's stages, under the parameter names of the unsplit model.
 
-    It is a ``Stateful`` of DCP. Every rank calls ``dcp.save({"train": state}, checkpoint_id=folder)``, and ``dcp.load``
-    the same way. The number of ranks, stages per rank and replicas may differ between the two, and so may DDP and
-    FSDP2: DCP writes once what replicas share, and cuts shards anew. The optimizer's entries have the names that
-    torch's ``get_optimizer_state_dict`` gives with ``flatten_optimizer_state_dict=True``, so a script without this
-    package can read the checkpoint as well.
+    Every rank calls ``dcp.save({"train": state}, checkpoint_id=folder)`` or ``dcp.load`` with equal arguments; DCP
+    treats the object as a ``Stateful``. The loading run may have another number of ranks, stages per rank or replicas,
+    with or without DDP and FSDP2: DCP writes tensors shared by replicas once, and cuts shards anew. The optimizer's
+    entries are named as by torch's ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, so a script
+    without this package can read the checkpoint.
 
-    Saving reads only: parameters, optimizer and random state stay as they are. What the optimizer has no state for, as
-    before its first step, is saved without. Loading replaces the optimizer's state by what the checkpoint holds: a
-    parameter that has none there has none afterwards, and no step is taken to make any.
+    Saving changes neither parameters nor optimizer nor random state. A parameter without optimizer state, for example
+    before the first step, has no entry. Loading replaces the optimizer's state by the state in the checkpoint: a
+    parameter without state there ends up without state. Loading never runs an optimizer step.
 
-    Parameters listed in ``tied_parameters`` are one entry, under the name that their copies have in common. The shards
-    of a :class:`seq1f1b.VocabularyParallelHead` are one entry, too, the whole weight.
+    Copies listed in ``tied_parameters`` are one entry, under their common name. The shards of a
+    :class:`seq1f1b.VocabularyParallelHead` are also one entry, the whole weight.
 
     Args:
-        engine: the parameters and persistent buffers of its stages are saved, and those of a loss that contains the
-            head. All ranks of the pipeline make the object together.
+        engine: owner of the saved parameters and persistent buffers: all stages, and a loss that contains the head.
+            All ranks of the pipeline make the object together.
         optimizers: one or several over parameters of this rank; without any, only weights are saved.
     Raises:
         ValueError: two parameters have one name and are not tied, so one would be lost; or an optimizer holds a
-            parameter that does not belong to the engine.
+            parameter outside of the engine.
     """
 
     def __init__(
         self, engine: PipelineEngine, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        # What stands in for an engine, as in examples/compare.py, has no ties.
+        # A stand-in for an engine, for example in examples/compare.py, has no ties.
         self._tied = engine._pipeline.tied if isinstance(engine, PipelineEngine) else None
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
+        self._tensors: dict[str, list[Tensor]] = {}  # name -> the tensor, or all copies of a tied one
         self._names: dict[Tensor, str] = {}
-        self._shards: dict[Tensor, tuple[int, int]] = {}  # first row, rows of the whole
-        own: list[tuple[str, list[int], bool]] = []  # name, shape, and whether several stages may have it
+        self._shards: dict[Tensor, tuple[int, int]] = {}  # shard -> first row, number of rows of the whole
+        own: list[tuple[str, list[int], bool]] = []  # name, shape, whether several stages may hold the tensor
         tied = self._tied.names() if self._tied is not None else {}
         for module in engine.modules():
             for part in module.modules():
@@ -90,7 +90,7 @@ class PipelineState:
         self._optimized()
 
     def _optimized(self) -> dict[str, list[tuple[Tensor, dict[str, Any], Any]]]:
-        """Each parameter of the optimizers, and its copies, with their groups and the state of their optimizers."""
+        """Returns (parameter, group, optimizer state) for each copy of each optimized parameter, by name."""
         found: dict[str, list[tuple[Tensor, dict[str, Any], Any]]] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -104,15 +104,15 @@ class PipelineState:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model.
+        """Returns the live tensors for DCP (``model``, ``optimizer``) and the ``shapes`` of the whole model.
 
-        Changes nothing. While DCP loads, ``optimizer`` has what the checkpoint has, in new tensors where the optimizer
-        has none yet. Otherwise all ranks call it: copies of tied parameters are compared where training steps have run
-        since the last time.
+        Changes nothing. During a load, ``optimizer`` has the checkpoint's entries, with new tensors for state that the
+        optimizer does not have yet. To save, all ranks call the method together: if training steps have run since the
+        last call, the ranks compare the copies of tied parameters.
 
         Raises:
-            ValueError: an optimizer holds state that could not be given back. Or copies of a tied parameter have come
-                apart, so the checkpoint would hold one of several; on every rank.
+            ValueError: an optimizer holds state that loading could not restore. On every rank: copies of a tied
+                parameter have different values, and the checkpoint would hold only one.
         """
         optimizer = OptimizerEntries(self._live(), self._to_fill).state_dict(self)
         if self._tied is not None and not optimizer.is_filled:
@@ -121,7 +121,7 @@ class PipelineState:
         return {"model": model, "optimizer": optimizer, "shapes": json.dumps(self._shapes, sort_keys=True)}
 
     def _live(self) -> dict[str, Any]:
-        """State and options of the optimizers by name."""
+        """Returns state and options of the optimizers by name."""
         live: dict[str, Any] = {}
         for name, ((parameter, group, state), *_) in self._optimized().items():
             for key, value in state.get(parameter, {}).items():
@@ -132,7 +132,7 @@ class PipelineState:
         return live
 
     def _to_fill(self, saved: Saved) -> dict[str, Any]:
-        """Entries of this rank's optimizers that a checkpoint has, in the live tensors where they fit."""
+        """Returns a checkpoint's entries for this rank's optimizers: live tensors if shapes agree, else new tensors."""
         live, optimized = self._live(), self._optimized()
         entries: dict[str, Any] = {}
         for path, stored in saved.items():
@@ -150,7 +150,7 @@ class PipelineState:
                     value = self._room(parameter, group, dtype, key, stored.size, stored.properties.dtype)
                     value = self._as_saved(parameter, value)
             set_element(entries, path[1:], value)
-        # DCP tells by name which option of an optimizer the checkpoint lacks.
+        # With live options included, DCP raises an error that names an option missing in the checkpoint.
         options = {key: value for key, value in live.items() if key.startswith("param_groups.")}
         return options | entries
 
@@ -163,12 +163,8 @@ class PipelineState:
         size: Sequence[int],
         dtype: torch.dtype,
     ) -> Tensor:
-        """A tensor for an optimizer's state, where torch would put it.
-
-        Args:
-            weight: dtype of the parameter in the checkpoint.
-        """
-        if dtype == weight and size:  # as the parameter that it belongs to
+        """Returns an empty tensor for optimizer state, on torch's device. ``weight``: the weight's saved dtype."""
+        if dtype == weight and size:  # state in the weight's dtype follows the live weight
             dtype = parameter.dtype
         if size in (parameter.shape, self._as_saved(parameter, parameter.detach()).shape):
             return torch.empty_like(parameter.detach(), dtype=dtype)
@@ -178,7 +174,7 @@ class PipelineState:
         return parameter.detach().new_empty(size, dtype=dtype)
 
     def _split(self, entry: str) -> tuple[str, str, str]:
-        """Kind, parameter and key of an entry's name; a parameter's name has dots, too."""
+        """Splits an entry's name into kind, parameter and key; a parameter's name contains dots."""
         kind, _, rest = entry.partition(".")
         name = rest
         while name not in self._shapes and name:
@@ -186,7 +182,7 @@ class PipelineState:
         return kind, name, rest[len(name) + 1 :]
 
     def _as_saved(self, parameter: Tensor | None, value: Any, what: str = "") -> Any:
-        """A parameter, or a value of its optimizer, so that DCP saves it once and gives it back as it is."""
+        """Wraps a parameter, or a value of an optimizer, so that DCP saves the value once and loads an equal value."""
         if isinstance(value, Tensor):
             if parameter not in self._shards or value.dim() == 0:
                 return value
@@ -213,11 +209,11 @@ class PipelineState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what DCP has read.
+        """Copies the entries read by DCP into the stages and optimizers.
 
         Raises:
-            ValueError: the checkpoint belongs to another model, which has this one's parameters and more. (DCP itself
-                raises before it reads anything if one is missing or has another shape.)
+            ValueError: the checkpoint belongs to a larger model that contains all parameters of this one. (For a
+                parameter that is missing or has another shape, DCP raises an error before reading.)
         """
         theirs = json.loads(state["shapes"])
         if theirs != self._shapes:
@@ -234,7 +230,7 @@ class PipelineState:
             of_optimizer.pop(parameter, None)
         for entry, value in state["optimizer"].items():
             kind, name, key = self._split(entry)
-            is_own = getattr(state["optimizer"], "is_filled", False)  # nobody else has the tensors
+            is_own = getattr(state["optimizer"], "is_filled", False)  # the first copy keeps the tensors
             for parameter, group, of_optimizer in optimized.get(name, ()):
                 weight = local(state["model"][name]).dtype
                 room = partial(self._room, parameter, group, weight, key if kind == "state" else "")
@@ -248,7 +244,7 @@ class PipelineState:
 
 
 def optimized(state: PipelineState) -> Callable[[str], bool]:
-    """Whether an entry of a checkpoint's optimizer is of a parameter that an optimizer of this rank has."""
+    """Returns a function: whether an optimizer of this rank holds the parameter of a checkpoint's optimizer entry."""
     names = state._optimized().keys()
     return lambda key: state._split(key)[1] in names
 
@@ -260,18 +256,18 @@ Saved = Mapping[tuple[str | int, ...], STORAGE_TYPES]
 
 
 def find_saved(holder: object) -> Saved | None:
-    """Finds what the checkpoint that DCP is loading has of a state, by its path in that state.
+    """Returns the metadata of a state's entries in the checkpoint that DCP is loading, keyed by path in the state.
 
-    DCP asks for a state to save and to fill by one call, ``state_dict()``, and tells it nothing. To save, a state must
-    hold what there is; to load, what the checkpoint has. So the frames of the callers are searched for ``dcp.load``,
-    whose parameters name the checkpoint.
+    DCP calls ``state_dict()`` without arguments, both to save and to load. To save, the state must list the live
+    entries; to load, the checkpoint's entries. So the function searches the callers' frames for ``dcp.load`` and reads
+    the checkpoint from the frame's variables.
 
     Args:
-        holder: what DCP calls; it tells two states of one checkpoint apart.
+        holder: the object called by DCP, to find one of several states in a checkpoint.
     Returns:
-        None: DCP is not loading.
+        None outside of a load.
     Raises:
-        ValueError: the checkpoint has several states, and none of them is the holder's own.
+        ValueError: the checkpoint has several states, and ``holder`` matches none.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _LOAD:
@@ -281,10 +277,10 @@ def find_saved(holder: object) -> Saved | None:
     given = frame.f_locals
     try:
         metadata = given["storage_reader"].read_metadata()
-    except Exception:  # DCP reads the same file next, and says what is wrong with it
+    except Exception:  # DCP reads the file next, and raises an error that explains the problem
         return {}
     paths = metadata.planner_data or {}
-    is_part = isinstance(holder, OptimizerEntries)  # of a state dict that is given in whole
+    is_part = isinstance(holder, OptimizerEntries)  # the script gave DCP the state dict, not the PipelineState
     roots = [() if is_part else (key,) for key, value in given["state_dict"].items() if value is holder]
     roots = roots or [path[:-1] for path in paths.values() if path[-1] == "shapes"]
     if len(roots) > 1:
@@ -301,13 +297,14 @@ _REMEDY = 'give each PipelineState itself to DCP: dcp.load({"train": state}, che
 
 
 class OptimizerEntries(dict[str, Any]):
-    """Entries of optimizers by name: a plain dict to whoever copies or pickles it.
+    """Entries of optimizers by name; a copy or pickle is a plain dict.
 
-    It is a ``Stateful`` of DCP. If a script gives DCP the state dict in place of the PipelineState, DCP asks this part
-    of it again. Inside another dict DCP asks nothing and would fill what there is, which is an error.
+    DCP treats the object as a ``Stateful``. If a script gives DCP the state dict in place of the PipelineState, DCP
+    calls ``state_dict`` of this part again. Inside another dict, DCP would fill the live entries without a call;
+    filling raises an error then.
 
     Args:
-        to_fill: makes the entries that a checkpoint has, while DCP loads; None: these are such entries.
+        to_fill: makes the checkpoint's entries during a load; None: ``entries`` are already the checkpoint's.
     """
 
     def __init__(self, entries: Mapping[str, Any], to_fill: Callable[[Saved], dict[str, Any]] | None = None) -> None:
@@ -316,7 +313,7 @@ class OptimizerEntries(dict[str, Any]):
         self.is_filled = to_fill is None
 
     def state_dict(self, holder: object = None) -> OptimizerEntries:
-        """holder: what DCP calls, if not these entries."""
+        """Returns live entries, during a load the checkpoint's. ``holder``: the object called by DCP, else self."""
         saved = None if self._to_fill is None else find_saved(holder or self)
         return self if saved is None or self._to_fill is None else OptimizerEntries(self._to_fill(saved))
 
@@ -335,9 +332,9 @@ class OptimizerEntries(dict[str, Any]):
 
 
 class Whole:
-    """A container without tensors, which DCP would cut into entries and give back with texts for keys.
+    """A container without tensors, saved as one entry; otherwise DCP would split the container and turn keys into text.
 
-    A copy, as DCP makes one before it saves asynchronously, stays whole; a pickle is the plain container.
+    A deep copy, made by DCP before an asynchronous save, stays wrapped; a pickle is the plain container.
     """
 
     def __init__(self, value: Any) -> None:
@@ -351,10 +348,10 @@ class Whole:
 
 
 def as_kept(entry: Any, room: Callable[[torch.Size, torch.dtype], Tensor] | None = None) -> Any:
-    """The value that the optimizer keeps for an entry.
+    """Returns the optimizer's value for an entry.
 
     Args:
-        room: makes the tensors into which those of the entry are copied; None: they are the optimizer's.
+        room: makes a tensor to copy the entry's tensor into; None: the optimizer keeps the entry's tensor.
     """
     if isinstance(entry, Tensor):
         value: Tensor = local(entry)
@@ -367,7 +364,7 @@ def as_kept(entry: Any, room: Callable[[torch.Size, torch.dtype], Tensor] | None
 
 
 class RowShard(Tensor):
-    """Rows of a larger tensor, by DCP's protocol for what is sharded; its shape is that of the whole."""
+    """Rows of a larger tensor, in DCP's protocol for shards; the shape is the whole tensor's."""
 
     _local: Tensor
     _first_row: int

@@ -1,6 +1,6 @@
-"""Seq1F1B for scripts that use torch.distributed.pipelining: schedules that take its stages and are called as its own.
+"""Seq1F1B schedules for scripts that use torch.distributed.pipelining, with torch's stages and torch's calls.
 
-Torch's classes split the batch and merge the outputs here as they do for their own schedules; the engine runs the step.
+Torch's base classes split the batch and merge the outputs; the engine runs the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Segmented:
     _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _merge_outputs: Callable[[list[Any]], Any]
     _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
-    _family: str  # of its orders, unless it is given another
+    _family: str  # default value of the engine's argument schedule
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Segmented:
         )
         inspect.signature(PipelineEngine).bind(None, **self._arguments)
         self._engine: PipelineEngine | None = None
-        super().__init__(  # type: ignore[call-arg] # torch's, which asks for the order
+        super().__init__(  # type: ignore[call-arg] # torch's constructor calls _get_pipeline_order
             stage,
             n_microbatches,
             loss_fn,
@@ -82,7 +82,7 @@ class _Segmented:
         )
 
     def _build(self, schedule: Any, n_microbatches: int, n_segments: int) -> Schedule:
-        """The order of these stages, which must lie where it has them."""
+        """Returns the units' order; raises ValueError if the order places a stage on another rank."""
         stages = self._own_stages
         ranks, rest = divmod(stages[0].num_stages, len(stages))
         if rest:
@@ -103,13 +103,13 @@ class _Segmented:
 
     @property
     def engine(self) -> PipelineEngine:
-        """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
+        """The engine that runs the steps: for reports, the norm over all stages. The first use connects the ranks."""
         if self._engine is None:
             self._engine = PipelineEngine([stage.submod for stage in self._own_stages], **self._arguments)
         return self._engine
 
     def close(self) -> None:
-        """Leaves the pipeline's transports."""
+        """Closes the engine's transports."""
         if self._engine is not None:
             self._engine.close()
 
@@ -125,14 +125,14 @@ class _Segmented:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One step over the whole batch, as torch's schedules take it.
+        """Runs one step over the whole batch, called like the step of torch's schedules.
 
         Args:
             args, kwargs: the whole batch; args on the first stage's rank. Split into micro-batches along dimension 0
-                or by the chunk specs, then into segments along ``seq_dim``: args all, kwargs by ``arg_rules``.
+                or by the chunk specs, then into segments along ``seq_dim``: all args, and kwargs by ``arg_rules``.
             target: targets of the whole batch, on the last stage's rank.
-            losses: gets the M losses.
-            return_outputs: whether to keep what the last stage returns; False saves its memory.
+            losses: a list, filled with the M losses.
+            return_outputs: whether to keep the last stage's outputs; False saves memory.
             loss_kwargs: keyword arguments of ``loss_fn``, given with every segment.
             arg_mbs, kwarg_mbs, target_mbs: lists of M micro-batches, in place of args, kwargs and target.
         Returns:
@@ -153,7 +153,7 @@ class _Segmented:
         return self._merge_outputs(rows) if rows is not None else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forward only and without gradients; arguments as in ``step``."""
+        """Runs forward only, without gradients; arguments as in ``step``."""
         has_backward, self._has_backward = self._has_backward, False
         try:
             return self.step(*args, target=target, losses=losses, **kwargs)
@@ -169,7 +169,7 @@ class _Segmented:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
-        """Outputs of the M micro-batches, where they are asked for and this rank has them."""
+        """Returns the outputs of the M micro-batches, or None if not requested or on a rank without the last stage."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         engine = self.engine
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
@@ -191,9 +191,9 @@ class _Segmented:
         return rows
 
     def _get_pipeline_order(self) -> dict[int, list[_Action | None]]:
-        """Torch's actions, segments counted as micro-batches (m * n_segments + s); None while a rank waits.
+        """Returns each rank's torch actions, a column per unit of time (any forward or backward); None while waiting.
 
-        Columns are those of passes that take one unit of time each.
+        Segments count as micro-batches: m * n_segments + s.
         """
         simulation = self._order.simulate(Costs(forward=1.0, backward=1.0))
         columns = round(simulation.makespan)
@@ -206,24 +206,24 @@ class _Segmented:
 
 
 class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
-    """Seq1F1B in the place of torch's ``Schedule1F1B``: the same stage, arguments and calls.
+    """A Seq1F1B schedule that replaces torch's ``Schedule1F1B``, with equal stage, arguments and calls.
 
-    With ``n_segments=1`` it is 1F1B, and its losses and gradients are those of ``Schedule1F1B`` bit for bit but for the
-    rounding of 1 / M: backwards start with it here, and torch divides at the end. Fewer micro-batches than stages work
-    too. Unlike torch's it runs the module in the step alone, never to learn its shapes, and takes sequences of another
-    length in every step.
+    ``n_segments=1`` gives 1F1B; losses and gradients equal ``Schedule1F1B``'s bit for bit, except for the rounding of
+    1 / M: the backward starts from 1 / M here, while torch divides at the end. M may be below the number of stages.
+    Torch's schedule also runs the module to infer shapes; this schedule runs the module in steps only, and takes
+    sequences of any length in each step.
 
     Args:
-        stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
+        stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: arguments of
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
-            called per segment. With ``scale_grads`` gradients are those of the mean of M losses, and nothing that was
-            there before is divided: steps before ``zero_grad`` accumulate.
-        n_segments: k, parts of every sequence. Attention must be :func:`seq1f1b.causal_attention`, and other state
-            along the sequence must be handed on by ``carry_in`` and ``carry_out``.
-        segment_sizes, seq_dim: as of :class:`seq1f1b.PipelineEngine`.
-        engine: any other argument of :class:`seq1f1b.PipelineEngine`. ``arg_rules`` is needed for tensor keyword
-            arguments where n_segments > 1. ``grad_dtype`` is by default the parameters' own where n_segments = 1, else
-            fp32. ``schedule`` may name, give or build another order for stages that lie where torch has them.
+            called per segment. With ``scale_grads``, a step adds the gradients of the mean of M losses and leaves
+            earlier gradients undivided, so steps before ``zero_grad`` accumulate.
+        n_segments: k, parts of every sequence. Attention must be :func:`seq1f1b.causal_attention`; ``carry_in`` and
+            ``carry_out`` must hand on any further state along the sequence.
+        segment_sizes, seq_dim: arguments of :class:`seq1f1b.PipelineEngine`.
+        engine: any further argument of :class:`seq1f1b.PipelineEngine`. If n_segments > 1, tensor keyword arguments
+            need ``arg_rules``. ``grad_dtype`` defaults to the parameters' dtype if n_segments = 1, else to fp32.
+            ``schedule`` may name, give or build another order that places stages on torch's ranks.
     Raises:
         ValueError, TypeError: arguments that break a rule.
     Source: Seq1F1B, arXiv:2406.03488.
@@ -233,10 +233,10 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
 
 
 class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
-    """Interleaved Seq1F1B in the place of torch's ``ScheduleInterleaved1F1B``: several stages per rank.
+    """An interleaved Seq1F1B schedule that replaces torch's ``ScheduleInterleaved1F1B``: several stages per rank.
 
-    Arguments as of :class:`ScheduleSeq1F1B`, with the rank's stages in ascending order in place of one. Stage s lies on
-    rank s modulo the number of ranks.
+    Takes the arguments of :class:`ScheduleSeq1F1B`, with a list of the rank's stages in ascending order. Stage s lies
+    on rank s modulo the number of ranks.
     """
 
     _family = "seq1f1b-interleaved"

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packages = ["transformers", "safetensors", *(["accelerate"] if name == "Trainer" else [])]
     with needs_extra("transformers", *packages):
-        for package in packages:  # transformers would not name what it misses
+        for package in packages:  # an error inside transformers would not name the missing package
             import_module(package)
         _check_versions(packages)
         value = getattr(import_module(_MODULES[name]), name)
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_versions(packages: list[str]) -> None:
-    """Raises ImportError for a release that is not among the tested ones: names that it does not promise are needed."""
+    """Raises ImportError for an untested release of a package: the modules here use private names of transformers."""
     from transformers.utils.versions import require_version
 
     with suppress(PackageNotFoundError):  # this package runs from its sources

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: this package's attention, registered as ``"seq1f1b"``, which needs no masks."""
+"""The package's attention for Hugging Face transformers, registered as ``"seq1f1b"``; needs no masks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def attention(
     alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
+    """Runs :func:`seq1f1b.causal_attention`; ``attn_implementation="seq1f1b"`` selects this function.
 
     Args:
-        module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
-        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). Heads of
-            values may have another size.
-        attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
-            because models hand on such a mask to every layer unchanged.
+        module: attention module of a layer; ``module.layer_idx`` names the entry of the KV cache.
+        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). The head_dim of
+            value may differ.
+        attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32: models hand on a mask of
+            four dimensions to every layer unchanged.
         scaling, sliding_window, softcap, s_aux, alibi_slopes: the scale, window, softcap, sinks and slopes of
             ``causal_attention``.
     Returns:
@@ -63,7 +63,7 @@ def attention(
     if isinstance(layer, AttentionLook):
         layer.note(sliding_window, attention_mask, dropout, others)
         attention_mask, sliding_window, dropout, layer = None, layer.window, 0.0, layer.index
-    elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
+    elif layer is None:  # uncut; compiled code that reads layer_idx serves one layer only
         layer, chunk = _layer_of(module, sliding_window)
     else:
         chunk = getattr(module, "seq1f1b_chunk", None)
@@ -92,8 +92,8 @@ def attention(
 
 
 def no_mask(x: Tensor) -> Tensor:
-    """A mask that masks nothing: for siblings in one unit, whose positions begin again, so that models would take them
-    for documents; and for attention that gives a part of its mask to another module, which does not read it.
+    """Returns an empty mask to replace None: without a mask, the model would take siblings in one unit, whose positions
+    restart, for packed documents; and attention that slices the mask for an indexer cannot slice None.
 
     Args:
         x: (batch, ...).
@@ -102,21 +102,21 @@ def no_mask(x: Tensor) -> Tensor:
 
 
 def _chunk_ids(query: Tensor, doc_ids: Tensor | None, chunk: int) -> Tensor:
-    """A query sees its own chunk alone: ids that cut each document into chunks, counted from its first token."""
+    """Returns doc_ids that cut each document into chunks from the first token on: a query sees one chunk only."""
     first = positions(query, 2) - positions(query, 2, doc_ids=doc_ids) % chunk
     return first.expand(query.shape[0], -1)
 
 
 def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Llama 4 scales queries of layers without rotation by their position, which it counts from 0 in each call.
+    """Returns Llama 4's queries scaled by position in the document.
 
-    Returns them scaled by their position in the document.
+    In layers without rotation, the model has scaled queries by position counted from 0 in each call, thus per segment.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
     unit = None if torch.compiler.is_compiling() else current()
     if unit is not None and unit.watch is not None:
-        unit.watch.noted.add("carries")  # its count from 0 is no mistake: it is made good here
+        unit.watch.noted.add("carries")  # the count from 0 is no error of the model: corrected below
 
     def scale(position: Tensor) -> Tensor:
         steps = torch.floor((position.float() + 1.0) / module.floor_scale)
@@ -129,9 +129,9 @@ def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Ten
 
 
 def _layer_of(module: Any, window: int | None) -> tuple[int, int | None]:
-    """Index of the layer of an attention that is not cut, and the length of its chunks.
+    """Returns the layer index and the chunk length of an attention in an uncut model.
 
-    Refuses one that must slide and is given no window.
+    Raises ValueError for a sliding layer without a window.
     """
     index: int | None = getattr(module, "layer_idx", None)
     if index is None:
@@ -170,12 +170,12 @@ def _no_mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """Takes transformers' call for a mask: none is built, and what one would be needed for is refused."""
+    """Answers transformers' call for a mask without building one; raises ValueError if attention would need a mask."""
     if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
     if mask_function is bidirectional_mask_function:
         _refuse("a mask that is not causal", _OTHER)
-    if not allow_is_causal_skip and _is_compiled():  # then transformers takes any positions for packed documents
+    if not allow_is_causal_skip and _is_compiled():  # transformers then assumes packed documents
         _refuse(
             "torch.compile around a whole model or stage",
             "compile each layer of its list of layers instead, by layer.compile()",
@@ -200,7 +200,7 @@ def _no_mask(
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile is around the call, also where it gave up a function, which then runs as it is written."""
+    """Returns whether the call is under torch.compile, including functions that run uncompiled after a graph break."""
     return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 

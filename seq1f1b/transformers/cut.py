@@ -1,4 +1,4 @@
-"""Hugging Face transformers: cuts a decoder-only model into pipeline stages of about equal cost."""
+"""Cuts a decoder-only model of Hugging Face transformers into pipeline stages of about equal cost."""
 
 from __future__ import annotations
 
@@ -72,31 +72,31 @@ def pipeline_stage(
 ) -> CausalLMStage:
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
-    The stage runs the model's own forward with the other stages' layers left out, so it treats embeddings and logits as
-    the model does. The model is switched to the attention ``"seq1f1b"``, in a copy of its config. The stage shares its
-    modules, so keep no other reference to the model: then layers of other stages are freed. A model on the meta device,
-    made from its config without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage
-    memory. A folder is never loaded whole: each rank reads the safetensors of its own stage alone.
+    The stage runs the model's forward without the other stages' layers, so embeddings and logits are computed as in the
+    model. ``pipeline_stage`` switches the model to the attention ``"seq1f1b"``, in a copy of the config. The stage
+    shares modules with the model: keep no other reference to the model, and layers of other stages are freed. The model
+    may be on the meta device, made from a config without memory; :meth:`CausalLMStage.materialize` then gives the stage
+    memory. A folder is never loaded whole: each rank reads only the safetensors of its stage.
 
     Args:
-        model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the
-            layers; what lies below the first of them gets no gradient and keeps nothing for a backward. Or the folder
-            of a checkpoint with config.json and safetensors, or its name on the hub.
+        model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Adapters are cut with the layers;
+            modules below the first adapter get no gradient and keep nothing for a backward. Or the folder of a
+            checkpoint with config.json and safetensors, or a name on the hub.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
-        balance: layers of each stage. ``"count"`` spreads them evenly, and the first stages take the rest.
-            ``"time"`` makes the slowest stage as fast as it can be, by operations of forward and backward: products
-            with weights (of a token's experts alone), attention, and those of the head, which is the last stage's.
-            What is frozen has no products for weights. Embedding, norms and the loss are not priced.
-        seq_len: for ``balance="time"``: tokens of a row, which decide what attention costs.
+        balance: layers of each stage. ``"count"`` spreads layers evenly, and the first stages take the remainder.
+            ``"time"`` minimizes the slowest stage's operations in forward and backward: products with weights (only
+            the experts that a token visits), attention, and the head on the last stage. Frozen weights have no
+            products for weight gradients. Embedding, norms and the loss count nothing.
+        seq_len: for ``balance="time"``: tokens of a row, for the cost of attention.
         vocabulary: ``"ends"``: the first stage holds the embedding, the last one the head. ``"ranks"``: every rank
-            holds rows of both, as the stage's ``embedding`` and ``head``, which the engine takes as ``embedding`` and
-            ``loss_fn``; a rank then holds one stage. The loss is that of :class:`seq1f1b.VocabularyParallelHead`.
-        dtype: for a folder: of the weights; by default as ``from_pretrained`` has it, the config's.
-        device: for a folder: of the stage; by default the CPU.
+            holds one stage, and rows of both as the stage's ``embedding`` and ``head``: give both to the engine as
+            ``embedding`` and ``loss_fn``. :class:`seq1f1b.VocabularyParallelHead` computes the loss.
+        dtype: for a folder: dtype of the weights; by default the config's, as in ``from_pretrained``.
+        device: for a folder: device of the stage; by default the CPU.
     Raises:
-        ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
-            the message names it. A folder lacks a file or a weight, holds others, or is of a quantized model. All
-            ranks raise alike, before they read weights.
+        ValueError: the model breaks the library's conventions, or contains a module that cannot run by segments; the
+            message names the module. A folder lacks a file or a weight, holds unknown weights, or holds a quantized
+            model. All ranks raise the error, before reading weights.
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
@@ -121,7 +121,6 @@ def pipeline_stage(
 def _cut(
     model: Any, rank: int, num_ranks: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> CausalLMStage:
-    """Cuts a stage out of a model of transformers."""
     check_config(model)
     adapt(model)
     path, layers = find_layers(model)
@@ -163,8 +162,8 @@ def _cut(
 
 
 def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, Any]:
-    """The model of transformers, and the peft model around it, if there is one."""
-    peft, adapted = sys.modules.get("peft"), None  # whoever made such a model has imported it
+    """Returns the transformers model, and the peft model around it or None."""
+    peft, adapted = sys.modules.get("peft"), None  # a peft model exists only after an import of peft
     if peft is not None and isinstance(model, peft.PeftModel):
         adapted = model
         check_adapters(adapted, num_ranks)
@@ -178,7 +177,7 @@ def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, 
 
 
 def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
-    """A shallow copy of a peft model, around one stage's part of what it was around."""
+    """Returns a shallow copy of a peft model around one stage's part of the base model."""
     new, tuner = shallow(model), shallow(model.base_model)
     tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
     return new
@@ -201,18 +200,17 @@ def _check_balance(balance: Sequence[int] | str, seq_len: int, num_layers: int, 
 def _counts(
     whole: Whole, num_stages: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> Sequence[int]:
-    """Layers of each stage."""
     layers = list(whole.layers)
     if balance == "time":
         work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.record.calls.values())), seq_len)
-        return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # else all ranks share the head
+        return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # or all ranks share it
     if isinstance(balance, str):
         return [len(layers) // num_stages + (stage < len(layers) % num_stages) for stage in range(num_stages)]
     return balance
 
 
 def _limits(call: Call) -> tuple[int | None, int | None]:
-    """Window and chunk of a layer's mask."""
+    """Returns window and chunk of a layer's mask."""
     masks = [value for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)]
     return (masks[0].window, masks[0].chunk) if masks else (None, None)
 
@@ -221,12 +219,12 @@ def _limits(call: Call) -> tuple[int | None, int | None]:
 
 
 def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
-    """Tells the attentions and mixers of a stage what they are; returns the dropout of its attention in training.
+    """Compares a stage with the whole model, and prepares attentions and mixers; returns attention dropout in training.
 
     Args:
-        own: the stage's layers.
+        own: indices of the stage's layers.
     Raises:
-        ValueError: the stage, or a layer, computes something else in segments than in the whole model.
+        ValueError: the stage, or a layer, computes other values in segments than in the whole model.
     """
     model, layers = whole.model, stage.causal_lm.get_submodule(whole.path)
     own_layers = {i: layers.get_submodule(str(i)) for i in own}
@@ -240,7 +238,7 @@ def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
 
 
 def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
-    """Runs a twin of the stage, without its layers, on the segments of the sample."""
+    """Runs a twin of the stage without layers on the segments of the sample; raises ValueError if results differ."""
     entry, exit = stage.ends
     first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded
     message = Message(0) if entry is None else entry.message
@@ -272,7 +270,7 @@ def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, n
 
 
 def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if the stage gives a layer something else than the whole model does."""
+    """Raises ValueError if a layer gets other arguments in the stage than in the whole model."""
     for name in dict.fromkeys(name for given in (want, *found) for name in given):
         problem = difference(want.get(name), [given.get(name) for given in found])
         if problem and not (name in WITHOUT_EFFECT and want.get(name) is None):
@@ -281,7 +279,7 @@ def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[
 
 
 def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, record: Record) -> float:
-    """Tells the layer's attentions what they are. Returns their dropout in training."""
+    """Sets handle, window and chunk of a layer's attentions. Returns the attention dropout in training."""
     dropout, attentions = 0.0, attentions_of(layer)
     try:
         with recording(record):
@@ -302,16 +300,16 @@ _VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top
 def layer_work(
     model: Any, layers: Sequence[nn.Module], limits: Sequence[tuple[int | None, int | None]], seq_len: int
 ) -> tuple[list[float], float]:
-    """Floating-point operations per token of a step: of each layer, and of the head.
+    """Returns floating-point operations per token and step: a list for the layers, a number for the head.
 
-    Counted are products with weight matrices, of experts as many as a token visits, and attention: every token attends
-    to the earlier ones of ``seq_len``, or of the layer's window or chunk (``limits``). Each has a forward, a backward
-    to its input unless nothing below is trained, and one to its weights where they are trained.
+    Counts products with weight matrices, with as many experts as a token visits, and attention over the earlier tokens
+    of ``seq_len``, or of the layer's window or chunk (``limits``). Each product has a forward, a backward for the input
+    unless nothing below is trained, and a backward for the weights if trained.
     """
     config = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    trained = any(p.requires_grad for p in embedding.parameters())  # up to here
+    trained = any(p.requires_grad for p in embedding.parameters())  # whether any module up to here is trained
     work = []
     for layer, (window, chunk) in zip(layers, limits, strict=True):
         length = min(seq_len, chunk or seq_len)
@@ -329,7 +327,7 @@ def layer_work(
 
 
 def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> float:
-    """Two operations for each element that a token meets."""
+    """Returns two operations per element of a parameter, times the share of experts that a token visits."""
     path = name.split(".")
     at = next((i for i, part in enumerate(path) if part.endswith("experts") and not part.startswith("shared")), None)
     share = 1.0
@@ -342,7 +340,7 @@ def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> fl
 
 
 def _attended(layer: nn.Module, config: Any, window: int, seq_len: int) -> float:
-    """Operations of a token's attention in one forward, in the mean of a sequence."""
+    """Returns the operations of attention in one forward, per token, averaged over a sequence."""
     found: list[Any] = [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if not found:
         return 0.0
@@ -351,5 +349,5 @@ def _attended(layer: nn.Module, config: Any, window: int, seq_len: int) -> float
     size = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     of_keys: int = getattr(attention, "qk_head_dim", None) or size
     of_values: int = getattr(attention, "v_head_dim", None) or size
-    pairs = window - window * (window - 1) / 2 / seq_len  # in the mean of seq_len tokens, each with itself
+    pairs = window - window * (window - 1) / 2 / seq_len  # keys per query, mean over seq_len tokens, itself included
     return 2.0 * heads * (of_keys + of_values) * pairs

@@ -1,4 +1,4 @@
-"""A model of transformers in a folder: built without memory, its stages read from the files."""
+"""Opens a transformers model in a folder: builds the model without memory, and reads single stages from the files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint whose names are those of its model.
+    """A checkpoint that matches a model by names.
 
     Attributes:
         model: on the meta device.
-        sources: where each name of the model is in the files.
-        may_miss: names that transformers initializes without a word if no file has them.
+        sources: name in the model -> tensors in the files.
+        may_miss: names that may be missing in all files: transformers initializes such tensors without a warning.
     """
 
     model: Any
@@ -35,7 +35,7 @@ class Folder:
     may_miss: frozenset[str]
 
     def load(self, stage: CausalLMStage, device: torch.device | str) -> None:
-        """Gives memory to a stage of the model and reads its weights; transformers computes what no file holds."""
+        """Gives memory to a stage and reads the stage's weights; transformers computes tensors missing in the files."""
         made = stage.allocate(device)
         needed = stage.state_dict().keys() - self.may_miss
         read = {id(tensor) for tensor in load_stage(stage, self.files, self.sources, needed)}
@@ -43,11 +43,11 @@ class Folder:
 
 
 def open_folder(source: str | os.PathLike[str], dtype: torch.dtype | str | None = None) -> Folder:
-    """Looks at config and headers of a checkpoint, by its folder or its name on the hub.
+    """Opens a checkpoint, given a folder or a name on the hub; reads config and headers alone.
 
     Raises:
-        ValueError: there is no config or no safetensors file, the model is quantized or no decoder, or the names of its
-            weights are not those of the files; before any weight is read.
+        ValueError: config or safetensors are missing, the model is quantized or not a decoder, or weights of model and
+            files have different names.
     """
     source = os.fspath(source)
     folder = source if os.path.isdir(source) else _downloaded(source)
@@ -73,14 +73,14 @@ def open_folder(source: str | os.PathLike[str], dtype: torch.dtype | str | None 
 
 
 def _downloaded(name: str) -> str:
-    """The folder in the hub's cache; what is not there is downloaded first, once on a machine."""
+    """Returns a folder in the hub's cache, after downloading missing files, once per machine."""
     if os.path.exists(name):
         raise ValueError(f"{name} is a file: give the folder of the model, with its config.json and weights")
     from huggingface_hub import snapshot_download
 
     try:
         return str(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
-    except Exception as error:  # one of many, of the hub, the network or the disk
+    except Exception as error:  # any error of the hub, the network or the disk
         raise ValueError(
             f"{name!r} is no folder, and no model of this name came from the hub or its cache: "
             f"{type(error).__name__}: {error}"
@@ -114,7 +114,7 @@ def _read_config(folder: str) -> Any:
 
 
 def _dtype(dtype: Any, config: Any, files: WeightFiles) -> torch.dtype:
-    """The one that is asked for, or as ``from_pretrained`` takes it: the config's, or that of the first weight."""
+    """Returns the given dtype, or from_pretrained's default: the config's, else the first floating weight's."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     if dtype is None or dtype == "auto":
@@ -139,7 +139,7 @@ def _check_names(model: Any, files: WeightFiles) -> Folder:
             f"{files.folder} lacks {len(missing)} of the {len(state)} weights of {type(model).__name__}: "
             f"{some(missing)}; its config.json must be of the model that was saved"
         )
-    # As transformers: buffers that older versions saved.
+    # Ignored as in transformers: buffers saved by older versions.
     known = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     extra = sorted(set(extra) - set(_matching(known, extra)))
     if extra:
@@ -156,7 +156,7 @@ def _check_names(model: Any, files: WeightFiles) -> Folder:
 
 
 def _check_tied(parameters: list[tuple[str, Any]], sources: dict[str, Source], files: WeightFiles) -> None:
-    """Files may hold a tied weight under several names, but not with several values."""
+    """Raises ValueError if the files hold different values of one tied weight."""
     first: dict[int, str] = {}
     for name, parameter in parameters:
         if name not in sources or sources[name].converter is not None:

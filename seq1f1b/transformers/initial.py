@@ -1,8 +1,8 @@
-"""Values of tensors that no file holds, as transformers computes them: buffers, and weights before any training.
+"""Computes initial values of tensors as transformers does: buffers, and weights before any training.
 
-A model that was made on the meta device has no values. Transformers gives them by the ``_init_weights`` of a module, or
-of one above it that reaches down. So a stage is filled while the modules of the other stages, which need no memory for
-that, are in their places. A tensor that ``_init_weights`` leaves alone gets what the model's constructor gives it.
+A model made on the meta device has no values. The ``_init_weights`` method of a module, or of a parent that reaches
+down, writes the values. So a stage is filled while the other stages' modules are back in place; modules without memory
+are enough. A tensor not written by ``_init_weights`` gets the value from the model's constructor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from seq1f1b.transformers.weight_files import some
 
 __all__ = ["compute_buffers", "initialize", "one_at_a_time"]
 
-one_at_a_time = threading.RLock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
+one_at_a_time = threading.RLock()  # ranks may be threads, and building a model sets torch's default dtype
 _SMALL = 65536  # elements
 
 
 def compute_buffers(model: Any, layers: str) -> None:
-    """Gives a model without memory the buffers that lie outside of its layers, for they are read as it is cut.
+    """Computes the buffers outside of the layers of a model without memory; the cut reads these values.
 
     Args:
         layers: name of the list of layers.
@@ -49,12 +49,12 @@ def compute_buffers(model: Any, layers: str) -> None:
 
 
 def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Tensor]) -> None:
-    """Gives tensors of a stage the values that transformers gives them.
+    """Fills tensors of a stage with transformers' initial values.
 
     Args:
         model: the stage's part of the model.
-        elsewhere: what it leaves to other stages, by name: the modules for which others stand.
-        made: tensors of the stage that have memory and no values yet.
+        elsewhere: modules of other stages, by name; the stage has stand-ins in these places.
+        made: tensors of the stage with memory, but without values.
     Raises:
         ValueError: transformers gives a tensor no value.
     """
@@ -74,20 +74,20 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:
-    """Has transformers initialize some of the model's tensors, and no others. Returns those that it did not write."""
+    """Initializes the tensors in ``made``, by transformers, and no others. Returns the tensors left unwritten."""
     if not made:
         return []
     filled = {id(tensor) for tensor in made}
     before = [tensor._version for tensor in made]
     kept = [tensor for tensor in _tensors(model) if id(tensor) not in filled]
-    with one_at_a_time, _marked(model, kept), torch.device("cpu"):  # a caller's may be meta
+    with one_at_a_time, _marked(model, kept), torch.device("cpu"):  # the caller's device may be meta
         model.initialize_weights()
     return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
 
 
 @contextmanager
 def _marked(model: Any, kept: list[Any]) -> Iterator[None]:
-    """Marks tensors as transformers marks those that it has read: its ``_init_weights`` pass over them."""
+    """Marks tensors as already loaded inside the ``with`` block, so that ``_init_weights`` skips them."""
     marked = [tensor for tensor in kept if not hasattr(tensor, _MARK)]
     for tensor in marked:
         setattr(tensor, _MARK, True)
@@ -109,7 +109,7 @@ def _forget(model: nn.Module) -> None:
 
 
 def _copy_constructed(model: Any, left: list[Tensor]) -> None:
-    """Copies what the constructor of the model gives to some of its tensors."""
+    """Fills tensors with the values from the model's constructor."""
     wanted = {id(tensor) for tensor in left if tensor.numel()}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     names = {name: tensor for name, tensor in named if id(tensor) in wanted}
@@ -117,7 +117,7 @@ def _copy_constructed(model: Any, left: list[Tensor]) -> None:
     try:
         built = _construct(model)
         found = dict(chain(built.named_parameters(remove_duplicate=False), built.named_buffers(remove_duplicate=False)))
-    except Exception as error:  # of a class that is not made from its config alone
+    except Exception as error:  # the class needs more than a config
         cause = error
     unknown = [name for name, tensor in names.items() if name not in found or found[name].is_meta]
     if unknown:
@@ -131,15 +131,15 @@ def _copy_constructed(model: Any, left: list[Tensor]) -> None:
 
 
 def _construct(model: Any) -> Any:
-    """The model made again from its config, where only small tensors have memory."""
+    """Returns the model built again from the config, with memory for small tensors only."""
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # some classes look up a module by it
+    config._attn_implementation = "eager"  # some classes choose a module by this name
     with one_at_a_time, torch.random.fork_rng(), _WithoutLarge():
         return type(model)._from_config(config)
 
 
 class _WithoutLarge(TorchFunctionMode):
-    """Large new tensors have no memory."""
+    """A mode in which large new tensors have no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Conditions that a model of transformers must meet so that it can be cut, and where its layers are."""
+"""Checks whether a transformers model can be cut, and finds the list of layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from seq1f1b.transformers.state import mixers
 __all__: list[str] = []
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
-_STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
-_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
-_ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
+_STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # in models that carry states
+_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # peft types without state shared by layers
+_ROTATIONS = ("dynamic", "longrope")  # types whose angles depend on the length of the input
 
 
 def check_adapters(model: Any, num_ranks: int) -> None:
-    """Raises unless each adapter lies in one layer and needs nothing beside it."""
+    """Raises ValueError unless each adapter lies inside one layer and depends on nothing outside."""
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind not in _ADAPTERS:
@@ -80,21 +80,21 @@ def check_config(model: transformers.PreTrainedModel) -> None:
 
 
 def switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> bool:
-    """Has the layers' attentions run by seq1f1b's. Returns whether there are any."""
+    """Switches the layers' attentions to seq1f1b's. Returns whether the layers have any attention."""
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
     if attentions:
         model.set_attn_implementation(NAME)
-        model.config._attn_implementation = NAME  # the model may have declined
+        model.config._attn_implementation = NAME  # set_attn_implementation may have declined
     for attention in attentions:
         config = getattr(attention, "config", None)
-        if config is not None:  # it may be a copy of the model's
+        if config is not None:  # the attention may hold a copy of the model's config
             config._attn_implementation = NAME
     return bool(attentions)
 
 
 def copy_config(model: Any) -> None:
-    """Gives a model, or a peft model, a config of its own, so that nothing is written to that of its user."""
-    copies: dict[int, Any] = {}  # by the id of what is copied: configs hold configs
+    """Replaces a model's config by a copy, so that later writes do not change the caller's config."""
+    copies: dict[int, Any] = {}  # id of the original -> copy, for nested configs too
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in vars(module).items():
@@ -103,7 +103,7 @@ def copy_config(model: Any) -> None:
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its name: its modules hold as many attentions each, which say their layer_idx."""
+    """Returns name and list of the decoder layers, whose attentions or mixers are numbered by ``layer_idx``."""
     types = list(getattr(model.config, "layer_types", None) or ())
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     found = {name: module for name, module in lists.items() if _is_numbered(module, types)}
@@ -145,7 +145,7 @@ def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
 
 
 def attentions_of(layer: nn.Module) -> list[Any]:
-    """Causal ones alone: what is left of an encoder-decoder also has some over its encoder, which do not run."""
+    """Returns a layer's causal attentions. Decoders of encoder-decoders also hold cross-attentions, which never run."""
     return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
 
 

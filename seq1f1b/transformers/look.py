@@ -1,7 +1,7 @@
-"""Records of what a model of transformers gives each of its layers, and a layer its attention, on a few tokens.
+"""Records the arguments of each layer of a transformers model, and of each layer's attention, on a few tokens.
 
-``pipeline_stage`` records it for the whole model, and for a stage that gets the same tokens in two segments; what
-differs is refused. The modules that train are not touched: twins of them run, which share their tensors.
+``pipeline_stage`` records the whole model, and a stage that gets the tokens in two segments, and refuses differences.
+Only twins of the modules run, which share tensors with the trained modules.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__: list[str] = []
 
 TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
 HIDDEN, PER_LAYER, SHARED = "hidden states", "per_layer_input", "shared_kv_states"
-GOES_ALONG = {SHARED, "prev_topk_indices"}  # with the message between stages; to attention that is replaced
-ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
+GOES_ALONG = {SHARED, "prev_topk_indices"}  # in the message between stages; unused by replaced attention
+ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # errors of library code with unusual arguments
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 
@@ -55,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Mask:
-    """A causal mask that nobody changed."""
+    """A causal mask, unchanged by the model."""
 
     window: int | None
     chunk: int | None
@@ -63,7 +63,7 @@ class Mask:
 
 @dataclass
 class Record:
-    """All that the layers of a model got, and what the model made of what they returned."""
+    """The arguments of a model's layers, and the model's outputs."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     embedded: Tensor | None = None
@@ -77,13 +77,13 @@ class Record:
     def make_mask(
         self, shape: tuple[int, ...], window: int | None, chunk: int | None, dtype: Any, device: Any
     ) -> Tensor:
-        """Makes a tensor in place of a mask, which the record knows again where it arrives."""
+        """Returns a placeholder for a mask; :meth:`mask_of` recognizes the tensor in a layer's arguments."""
         mask = torch.zeros(shape, dtype=dtype, device=device)
         self.masks.append((mask, Mask(window, chunk)))
         return mask
 
     def mask_of(self, tensor: Tensor) -> Mask | None:
-        """The mask that the tensor is, or is a view of; None if the model made or changed it."""
+        """Returns the mask behind a tensor or view; None if the model has made or changed the tensor."""
         for own, mask in self.masks:
             if tensor.untyped_storage()._cdata == own.untyped_storage()._cdata and own._version == 0:
                 return mask
@@ -95,7 +95,7 @@ _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
 
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """Has the masks made by the record; takes no random numbers and makes no graph."""
+    """Lets the record make all masks in the ``with`` block, without autograd; restores the random state."""
     token, cpu = _recording.set(record), torch.device("cpu")
     states = generator_states(cpu)
     try:
@@ -110,11 +110,11 @@ def current_record() -> Record | None:
     return _recording.get()
 
 
-_UNKNOWN = math.nan  # a layer's other outputs: unlike itself, so that a layer that gets one of them is refused
+_UNKNOWN = math.nan  # a layer's further outputs: nan != nan, so a layer that gets one of them is refused
 
 
 class Probe(nn.Module):
-    """Takes a layer's place: notes its arguments, and returns hidden states of another direction."""
+    """A stand-in for a layer that records the arguments and returns rotated hidden states."""
 
     def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class Probe(nn.Module):
 
 
 def stores_keys(layer: nn.Module) -> list[str]:
-    """Kinds of layers that take the keys and values which this one makes."""
+    """Returns the kinds of layers that reuse this layer's keys and values."""
     return [m.layer_type for m in layer.modules() if getattr(m, "store_full_length_kv", False)]  # type: ignore[misc]
 
 
 def takes_keys(layer: nn.Module) -> list[str]:
-    """Kinds of layers whose keys and values this one takes in place of its own."""
+    """Returns the kinds of layers whose keys and values this layer reuses."""
     return [m.layer_type for m in layer.modules() if getattr(m, "is_kv_shared_layer", False)]  # type: ignore[misc]
 
 
@@ -168,7 +168,7 @@ class _Stored(dict[str, Any]):
 
 
 def difference(whole: Any, parts: Sequence[Any]) -> str:
-    """Says how a value of the whole sample and those of its segments differ; empty if they do not."""
+    """Returns how a value of the whole sample differs from the segments' values; "" if equal."""
     leaves, spec = pytree.tree_flatten(whole)
     flat = [pytree.tree_flatten(part) for part in parts]
     if any(other != spec for _, other in flat):
@@ -185,7 +185,7 @@ def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
     of_segments = [[(*want.shape[:d], n, *want.shape[d + 1 :]) for n in lengths] for d in range(want.dim())]
     dims = [d for d, those in enumerate(of_segments) if shapes == those and want.shape[d] == TOKENS]
     for found in [torch.cat(list(parts), dims[0])] if dims else parts:
-        # Kernels may round by shape; a mistake is larger.
+        # Rounding may depend on the shape; a real error is larger.
         bound = torch.finfo(want.dtype).eps ** 0.5 if want.is_floating_point() or want.is_complex() else 0.0
         scale = float(want.abs().nan_to_num(posinf=0).max()) if bound and want.numel() else 0.0
         try:
@@ -200,7 +200,7 @@ def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
 
 @dataclass
 class AttentionLook:
-    """Takes the place of an attention's layer index while a look finds out which attention the layer asks for."""
+    """A stand-in for an attention's layer index that records the kind of attention requested by a layer."""
 
     index: int
     record: Record
@@ -210,7 +210,7 @@ class AttentionLook:
     dropout: float = 0.0
 
     def note(self, window: int | None, mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
-        """Takes over the window and the chunks of the mask, and checks the rest."""
+        """Records window and chunk of the mask, and raises ValueError for any unsupported argument."""
         self.calls += 1
         self.window, self.dropout = window, dropout
         if self.calls > 1:
@@ -229,10 +229,10 @@ class AttentionLook:
 
 
 def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, record: Record) -> list[AttentionLook]:
-    """Finds out what each attention of a layer asks for, by a twin that runs until they have returned, as in training.
+    """Returns the requests of a layer's attentions, from a twin in training mode that runs until all have returned.
 
     Raises:
-        ValueError: one asks for what ``attn_implementation="seq1f1b"`` does not do.
+        ValueError: ``attn_implementation="seq1f1b"`` does not support a request.
     """
     looks = [AttentionLook(index, record) for _ in attentions]
     call = record.calls[index]
@@ -240,7 +240,7 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
     instead: dict[nn.Module, nn.Module] = {}
     try:
         for attention, look in zip(attentions, looks, strict=True):
-            attention.seq1f1b_layer = look  # of the attention itself, to which a replaced forward may be bound
+            attention.seq1f1b_layer = look  # set on the original module: a replaced forward may be bound to it
             inside = instead[attention] = twin(attention, {})
             inside.training = True
             inside.register_forward_hook(partial(_stop, looks))
@@ -261,7 +261,7 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
 
 
 class Seen(Exception):
-    """Ends a run once all that was to be seen has been seen."""
+    """The exception that ends a run after the last needed record."""
 
 
 def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decoders of transformers whose attention is their own: classes before those of their modules, which call ours."""
+"""Adapts decoders with a built-in attention: classes put in front of the modules' classes call seq1f1b's attention."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ __all__ = ["adapt"]
 
 
 def adapt(model: nn.Module) -> None:
-    """Has modules whose attention is their own call this package's. Does nothing to others.
+    """Makes modules with a built-in attention call seq1f1b's attention; leaves all other modules unchanged.
 
     Raises:
-        ValueError: one has something that this package's attention has not.
+        ValueError: a module needs a feature that seq1f1b's attention lacks.
     """
     for path, module in model.named_modules():
         own = _OWN.get(type(module).__name__)
         if own is _Core and not hasattr(module, "_attn"):
-            continue  # in later releases it calls what it is told
+            continue  # later releases call attn_implementation's function
         if own is not None and not isinstance(module, _Own):
             own.check(module, path)
             become(module, own)
 
 
 class _Own(nn.Module):
-    """A class that is put before one of transformers."""
+    """The base of classes put in front of a class of transformers."""
 
     is_causal = True
 
     @staticmethod
     def check(module: Any, path: str) -> None:
-        """Raises ValueError for what is not known here."""
+        """Raises ValueError for an unsupported option of a module."""
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
 class _Core(_Own):
-    """Serves modules that leave scores and their sum to a method ``_attn``."""
+    """The class for modules that compute attention in a method ``_attn``."""
 
     def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         dropout = self.attn_dropout if hasattr(self, "attn_dropout") else self.attention_dropout
         divisor = self.scale_attn if hasattr(self, "scale_attn") else getattr(self, "norm_factor", 1.0)
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
         if window is not None and isinstance(self.__dict__.get("seq1f1b_layer"), AttentionLook):
-            attention_mask = None  # says nothing of the window
+            attention_mask = None  # the recorded mask has no window
         out: Any = attention(
             self, query.to(value.dtype), key.to(value.dtype), value, attention_mask, scaling=1 / divisor,
             dropout=dropout.p if self.training else 0.0, sliding_window=window,
@@ -109,19 +109,19 @@ class _Falcon(_Own):
 
 
 class _Indexed(_Own):
-    """Attention of the keys that an indexer chooses. Up to ``index_topk`` tokens it chooses all, and is left out."""
+    """An attention over keys chosen by an indexer, run without: up to ``index_topk`` tokens an indexer chooses all."""
 
     all_are_chosen = True
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         mask = no_mask(hidden_states) if attention_mask is None else attention_mask
-        if "prev_topk_indices" in kwargs:  # of the layer before, which may be on another stage
+        if "prev_topk_indices" in kwargs:  # the layer before may be on another stage, and the indices are unused
             kwargs["prev_topk_indices"] = hidden_states.new_empty(0)
         return super().forward(hidden_states, *args, attention_mask=mask, **kwargs)
 
 
 class _Indexer(_Own):
-    is_causal = False  # no attention
+    is_causal = False  # an indexer is no attention
 
     def forward(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         tokens = token_offset() + hidden_states.shape[1]
@@ -145,7 +145,7 @@ def _mpt_slopes(num_heads: int) -> Tensor:
     return slopes
 
 
-# -- decoders, of which masks and biases are part of the attention above -----------------------------------------------
+# -- decoders, whose masks and biases are part of the attention above --------------------------------------------------
 
 
 class _Decoder(_Own):
@@ -184,7 +184,7 @@ class _FalconDecoder(_Decoder):
 
 
 class _SharedTransformer(_Own):
-    """A layer whose attention, with weights that other layers have too, does not know which layer it is in."""
+    """A layer whose attention shares weights with other layers, and gets a layer index here."""
 
     @staticmethod
     def check(module: Any, path: str) -> None:
@@ -193,7 +193,7 @@ class _SharedTransformer(_Own):
 
 
 class _PerLayer(_Own):
-    """Makes an input of each layer of the embedding: a stage gets its own from the one before, and hands on others."""
+    """A decoder with an input per layer, made on the first stage and handed on from stage to stage."""
 
     def get_per_layer_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry, _ = self.__dict__.get("seq1f1b_ends", (None, None))

@@ -1,4 +1,4 @@
-"""One stage's part of a model: its own modules, and what stands there for those of other stages."""
+"""Builds one stage's part of a model: the stage's modules, and stand-ins for modules of other stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seq1f1b.transformers.twins import put, shallow, stand_for
 
 __all__: list[str] = []
 
-Tied = dict[str, tuple[nn.Parameter, list[int]]]  # of a parameter's first name: it, and the stages that hold it
+Tied = dict[str, tuple[nn.Parameter, list[int]]]  # first name -> parameter, stages that hold it
 Shards = tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None]
 
 
@@ -31,7 +31,7 @@ def make_part(
     shards: Shards,
     ends: tuple[Entry | None, Exit | None],
 ) -> tuple[Any, list[str]]:
-    """A copy of the model of this rank's modules, and the names of those that it leaves to other stages."""
+    """Returns a copy of the model with this rank's modules, and the names of the modules left to other stages."""
     part, (embedding, head), (entry, exit) = shallow(whole.model), shards, ends
     instead: dict[str, nn.Module] = {
         name: NoEmbedding(entry) if name in whole.before else Elsewhere() for name, at in stage_of.items() if at != rank
@@ -55,9 +55,9 @@ def make_part(
 
 
 def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) -> dict[str, nn.Module]:
-    """The model's modules of these names; copies of those that hold what an earlier stage holds, too."""
-    copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first may be in this process too
-    memo: dict[int, Any] = {}  # one for all: what two modules tie stays one, and deepcopy notes in it the memo's own id
+    """Returns named modules of the model; a module that shares parameters with an earlier stage is copied."""
+    copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first keeps the original
+    memo: dict[int, Any] = {}  # one memo for all modules, so that ties between modules survive
     found = {}
     for name in names:
         module = model.get_submodule(name)
@@ -75,7 +75,7 @@ def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) 
 
 
 def message_before(whole: Whole, first: int) -> Message:
-    """The message to the stage that begins with layer ``first``."""
+    """Returns the message to the stage that begins with layer ``first``."""
     record, later = whole.record, list(whole.layers)[first:]
     hidden = record.calls[first].hidden
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
@@ -97,7 +97,7 @@ def message_before(whole: Whole, first: int) -> Message:
 
 
 def message_of(message: Message, whole: Whole) -> Any:
-    """The tensors that a stage would hand on of the sample, run by the whole model."""
+    """Returns the message's tensors for the sample, from the run of the whole model."""
     calls = [whole.record.calls[i] for i in range(len(whole.layers))]
     exit = Exit(message)
     exit.hidden, exit.embedded = calls[message.first].hidden, whole.record.embedded
@@ -112,7 +112,7 @@ def message_of(message: Message, whole: Whole) -> Any:
 
 
 def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
-    """Parameters that several stages hold, by their first name, with these stages."""
+    """Returns the parameters held by several stages: first name -> parameter and stages."""
     holders: dict[int, set[int]] = {}
     places: dict[Any, tuple[str, int, Tensor]] = {}
     for name, stage in stage_of.items():
@@ -132,7 +132,7 @@ def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
 
 
 def own_copies(model: nn.Module, part: nn.Module, rank: int, tied: Tied) -> dict[str, list[str]]:
-    """The names on this rank of parameters that other stages hold, too, by the first of all their names."""
+    """Returns the names on this rank of tied parameters, keyed by the first name in the model."""
     own = {name for name, _ in part.named_parameters(remove_duplicate=False)}
     every = list(model.named_parameters(remove_duplicate=False))
     return {
@@ -145,7 +145,7 @@ def own_copies(model: nn.Module, part: nn.Module, rank: int, tied: Tied) -> dict
 def make_shards(
     model: Any, rank: int, num_ranks: int, sides: Container[str]
 ) -> tuple[VocabularyParallelEmbedding, VocabularyParallelHead]:
-    """Rows of the model's embedding and head. Raises ValueError where these cannot be spread over ranks."""
+    """Returns this rank's rows of embedding and head. Raises ValueError if a shard could not replace a module."""
     names = {module: name for name, module in model.named_modules()}
     given: Any = model.get_input_embeddings(), model.get_output_embeddings()
     for module, kind in zip(given, (nn.Embedding, nn.Linear), strict=True):

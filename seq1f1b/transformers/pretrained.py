@@ -1,4 +1,4 @@
-"""Checkpoints of transformers that all ranks of a pipeline write together."""
+"""Saves and loads transformers checkpoints, written by all ranks of a pipeline together."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _FAILED = "no checkpoint was written to {}"
 
 
 def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
-    """Writes one checkpoint of transformers that ``from_pretrained`` loads. All ranks of the pipeline call it.
+    """Writes a transformers checkpoint for ``from_pretrained``; all ranks of the pipeline call the function.
 
-    Every rank writes its own stages' weights (safetensors) to the folder, which all ranks must see. Rank 0 adds index,
-    config and generation config. If the model has adapters of peft, only the adapters are written, as peft does: rank 0
-    joins them in one file by peft's own names, which ``peft.PeftModel.from_pretrained`` loads. What the folder held
-    stays until all new files are written.
+    Every rank writes the weights of its stages (safetensors) to the folder, which all ranks must see. Rank 0 adds
+    index, config and generation config. If the model has adapters of peft, only the adapters are written, as by peft:
+    rank 0 joins all adapters in one file under peft's names, for ``peft.PeftModel.from_pretrained``. Old files in the
+    folder stay until all new files are written.
 
     Raises:
         TypeError: a stage was not made by :func:`pipeline_stage`.
-        ValueError: copies of a tied parameter have come apart; raised on every rank.
+        ValueError: copies of a tied parameter have different values; raised on every rank.
         OSError: a rank could not write; raised on every rank.
     """
     stages = _stages_of(engine, "save_pretrained")
@@ -53,14 +53,13 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
 
 def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
-    """Reads what :func:`save_pretrained`, transformers or peft wrote into the stages' weights, or into their adapters.
+    """Loads the weights or adapters of all stages from a checkpoint of :func:`save_pretrained`, transformers or peft.
 
-    All ranks of the pipeline call it; their number may differ from that of the ranks that wrote.
+    All ranks of the pipeline call the function; the number of ranks that wrote the checkpoint does not matter.
 
     Raises:
         TypeError: a stage was not made by :func:`pipeline_stage`.
-        ValueError: the checkpoint lacks a weight or an adapter of a rank, or has it in another shape; raised on every
-            rank.
+        ValueError: the checkpoint lacks a weight or an adapter of a rank, or the shapes differ; raised on every rank.
     """
     folder = os.fspath(folder)
     stages = _stages_of(engine, "load_pretrained")
@@ -99,7 +98,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             state = {name: tensor for name, tensor in stage.state_dict().items() if name not in every}
             if i == len(stages) - 1:
                 state |= vocabulary
-            # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
+            # transformers writes only on rank 0 of a distributed run, but every rank here has weights to write.
             stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
             try:
                 with _no_progress_bar():
@@ -136,7 +135,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Each rank would draw one of its own."""
+    """Hides transformers' progress bar, which each rank would draw, inside the ``with`` block."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -151,7 +150,7 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
     parameters = [
         *stage.named_parameters(remove_duplicate=False),
         *(named for shard in stage.shards for named in shard.named_parameters()),
-        *stage.tied_parameters.items(),  # the name that a checkpoint has may be that of another stage
+        *stage.tied_parameters.items(),  # the checkpoint may use another stage's name
     ]
     sources, _ = find_sources(files, stage.causal_lm, dict(parameters) | state)
     load_stage(stage, files, share_sources(sources, parameters), state)
@@ -160,10 +159,10 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
 def load_stage(
     stage: CausalLMStage, files: WeightFiles, sources: Mapping[str, Source], needed: Iterable[str]
 ) -> list[Tensor]:
-    """Reads a stage's weights, and its rows of a vocabulary that lies on all ranks; returns what was read.
+    """Reads the weights and the vocabulary shards of a stage; returns the tensors read.
 
     Raises:
-        ValueError: a tensor has another shape, or a needed one has no source.
+        ValueError: a shape differs, or a needed tensor has no source.
     """
     shards = [(name, own, shard) for shard in stage.shards for name, own in shard.named_parameters()]
     load_state(files, stage.causal_lm, _state(stage), sources, needed)
@@ -178,7 +177,7 @@ def load_stage(
 
 
 def _state(stage: CausalLMStage) -> dict[str, Tensor]:
-    """Tensors that a stage has in a checkpoint; for a shard of the vocabulary the whole, without memory."""
+    """Returns a stage's tensors in a checkpoint; a vocabulary shard appears as the whole weight, without memory."""
     whole = {
         name: torch.empty(shard.vocab, *own.shape[1:], dtype=own.dtype, device="meta")
         for shard in stage.shards
@@ -201,7 +200,7 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
         found: dict[str, str] = {}
         first = everyones[0][0]
         for path, _, files in os.walk(first) if engine.rank == 0 else ():
-            place = os.path.relpath(path, first)  # an adapter that is not the default one has a folder of its own
+            place = os.path.relpath(path, first)  # each adapter but the default one has a subfolder
             if _ADAPTER in files:
                 tensors: dict[str, Tensor] = {}
                 for part in (part for rank in everyones for part in rank):

@@ -1,4 +1,4 @@
-"""A model of transformers run on a few tokens with its layers left out: which modules run when, and what layers get."""
+"""Runs a transformers model without layers on a few tokens; records the order of modules and the layers' arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Whole:
-    """A model, and what it does with a sample.
+    """A model, and the record of a run on a sample.
 
     Attributes:
-        path: name of its list of layers.
+        path: name of the list of layers.
         decoder: name of the innermost module around the list that takes token ids.
         before, after: names of the modules with parameters that run before and after the layers.
-        kept: names of those without parameters, as rotary embeddings.
-        record: what the layers would have got.
+        kept: names of the modules without parameters, for example rotary embeddings.
+        record: arguments of the layers.
     """
 
     model: Any
@@ -45,10 +45,10 @@ class Whole:
 
 
 def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
-    """Runs a twin of the model. ``path`` is the name of its list of layers.
+    """Runs a twin of the model. ``path`` is the name of the list of layers.
 
     Raises:
-        ValueError: it does not run as transformers' decoders do.
+        ValueError: the model does not run like transformers' decoders.
     """
     names = path.split(".")
     owners = [".".join(names[:i]) for i in range(len(names))]
@@ -71,7 +71,7 @@ def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
 
 
 def _others(model: Any, path: str, owners: list[str]) -> list[str]:
-    """Names of the modules of which the owners consist, beside the list of layers."""
+    """Returns the names of the owners' child modules, without the list of layers."""
     others = []
     for owner in owners:
         parent = model.get_submodule(owner)
@@ -89,7 +89,7 @@ def _others(model: Any, path: str, owners: list[str]) -> list[str]:
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Lists in a module that are not called themselves, and lists in these."""
+    """Yields the module lists and dicts in a module, nested ones too: a list itself is never called."""
     for child, inner in module.named_children():
         if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
             path = f"{name}.{child}" if name else child
@@ -100,7 +100,7 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _run(
     model: Any, path: str, layers: nn.ModuleList, decoder: str, others: list[str]
 ) -> tuple[Record, dict[str, bool]]:
-    """Returns what layers get, and by the others' names whether they run after the layers."""
+    """Returns the record of the layers, and for each name in ``others`` whether the module runs after the layers."""
     problems: list[tuple[int, Exception]] = []
 
     def run(record: Record, is_after: dict[str, bool]) -> None:
@@ -126,26 +126,26 @@ def _run(
         if list(record.calls) != list(range(len(layers))):
             raise ValueError("it does not run its layers once each, in their order")
 
-    for outputs in range(3):  # the form in which layers return hidden states
+    for outputs in range(3):  # layers may return hidden states alone, or a tuple of one or two
         record, is_after = Record(outputs=outputs), dict[str, bool]()
         try:
             run(record, is_after)
             return record, is_after
         except (ValueError, *ERRORS) as error:
             problems.append((len(record.calls), error))
-    _, problem = max(problems, key=lambda found: found[0])  # the one that came further
+    _, problem = max(problems, key=lambda found: found[0])  # report the attempt that ran the most layers
     text = f"it does not run as transformers' decoders do: {problem}"
     raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
 
 
 def tokens_of(model: Any) -> Tensor:
-    """The sample, (1, TOKENS)."""
+    """Returns the sample's token ids, (1, TOKENS)."""
     weight = model.get_input_embeddings().weight
     return torch.arange(1, TOKENS + 1, device="cpu" if weight.is_meta else weight.device)[None] % len(weight)
 
 
 def without_head(model: Any) -> dict[nn.Module, nn.Module]:
-    """Stands in a twin for the head of a model without memory, whose logits would need it."""
+    """Returns a stand-in for the head of a model without memory, for use in a twin; else an empty dict."""
     head = model.get_output_embeddings()
     weights = list(head.parameters())
     return {head: Hidden(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}

@@ -1,5 +1,5 @@
-"""Files that ranks write together: what a folder held stays until all of them have written theirs. Among them is the
-state that a Trainer over a pipeline resumes from, beside the weights: safetensors and JSON, by parameters' names."""
+"""Writes files of all ranks into one folder: old files stay until every rank has written all new files. Also saves and
+loads a Trainer's optimizer, schedule and random state, as safetensors and JSON under the parameters' names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Told = TypeVar("_Told")
 
 
 class Ranks(Protocol):
-    """Processes that act together: those of an engine, or of all replicas of one."""
+    """A group of processes that act together: one pipeline's ranks, or the ranks of all replicas."""
 
     rank: int
     num_ranks: int
@@ -46,15 +46,15 @@ def save_together(
     names: Callable[[list[_Told]], Mapping[str, str]] | None = None,
     is_old: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Puts files of all ranks into a folder, which all see. Errors are raised on every rank.
+    """Writes files of all ranks into a folder that all ranks see. An error on any rank is raised on all.
 
     Args:
-        failed: what an error begins with.
+        failed: beginning of an error's message.
         needed: bytes of this rank's files.
-        write: writes them to a folder of this rank's own; returns what the other ranks must know of them.
-        names: takes what all ranks have told, by rank. Returns the names that this rank's files get in the folder, by
-            their paths; it may write more files of this rank. None: they keep their names.
-        is_old: whether a file that the folder holds in the end goes, by its name.
+        write: writes this rank's files to a given temporary folder; returns a value for the other ranks.
+        names: takes the values of all ranks, by rank. Returns path -> final name for this rank's files, and may write
+            more files. None: files keep their names.
+        is_old: whether to delete a file of this name from the folder at the end.
     Raises:
         OSError: a rank could not write.
     """
@@ -97,11 +97,11 @@ def together(
     kind: type[Exception] = OSError,
     room: tuple[str, int] | None = None,
 ) -> None:
-    """Does this rank's part; an error of any rank is raised on all, as ``kind``.
+    """Runs an action on each rank; an error on any rank is raised on all, as ``kind``.
 
     Args:
-        room: a folder, and bytes that this rank writes to it. If a rank has none left, the error says how much all
-            need and how much was free.
+        room: a folder, and the number of bytes written there by this rank. If the disk of a rank is full, the error
+            says how many bytes all ranks need and how many were free.
     """
     problem, lacks, free = None, "", 0
     try:
@@ -124,7 +124,7 @@ def together(
 
 
 def _free(folder: str) -> int:
-    """Bytes that may be written to a folder, which need not be there yet."""
+    """Returns the free bytes for a folder, which may not exist yet."""
     folder = os.path.abspath(folder)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
@@ -136,7 +136,7 @@ _OPTIMIZER = re.compile(r"optimizer-\d+-of-(\d+)\.safetensors")
 
 
 def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
-    """Each rank writes the state of its own parameters; rank 0 that of the scheduler, which is the same on all."""
+    """Saves the optimizer state of each rank's parameters; rank 0 also saves the scheduler, equal on all ranks."""
     state = PipelineState(engine, optimizer).state_dict()["optimizer"]
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     rest = {name: as_kept(value) for name, value in state.items() if name not in tensors}
@@ -148,7 +148,7 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
             with open(os.path.join(unfinished, _SCHEDULER), "w", encoding="utf-8") as out:
                 out.write(_json(scheduler.state_dict()))
 
-    def is_old(name: str) -> bool:  # of an earlier save by another number of ranks
+    def is_old(name: str) -> bool:  # an earlier save by another number of ranks
         match = _OPTIMIZER.fullmatch(name)
         return match is not None and int(match[1]) != engine.num_ranks
 
@@ -157,7 +157,7 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
 
 
 def check_resumable(folder: str) -> None:
-    """Raises ValueError for a checkpoint without the state of optimizer and schedule, as other trainers write it."""
+    """Raises ValueError for a checkpoint without this Trainer's optimizer and schedule, like the plain Trainer's."""
     names = os.listdir(folder)
     missing = [] if any(map(_OPTIMIZER.fullmatch, names)) else ["optimizer-*-of-*.safetensors"]
     missing += [] if _SCHEDULER in names else [_SCHEDULER]
@@ -172,7 +172,7 @@ def check_resumable(folder: str) -> None:
 
 
 def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
-    """Takes over what any number of ranks wrote."""
+    """Loads optimizer and scheduler from a save by any number of ranks."""
     own = PipelineState(engine, optimizer)
     state, is_own = own.state_dict(), optimized(own)
     files = sorted(name for name in os.listdir(folder) if _OPTIMIZER.fullmatch(name))
@@ -207,7 +207,7 @@ def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
 
 
 def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
-    """None if another number of ranks wrote the checkpoint."""
+    """Returns the saved random states, or None if another number of ranks wrote the checkpoint."""
     file = _file(folder, "rng", ranks)
     if not os.path.isfile(file):
         return None
@@ -220,7 +220,7 @@ def _file(folder: str, kind: str, ranks: Ranks) -> str:
 
 
 def _json(values: dict[str, Any]) -> str:
-    """JSON gives floats back bit for bit."""
+    """Returns JSON, which keeps floats bit for bit. Raises ValueError for a value that JSON cannot hold."""
     for key, value in values.items():
         try:
             json.dumps(value)

@@ -1,4 +1,4 @@
-"""A stage of a transformers model: the model's own forward, and what stands in it for the parts on other stages."""
+"""Runs a stage of a transformers model: the model's forward, with stand-ins for modules on other stages."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "
 
 
 class CausalLMStage(nn.Module):
-    """A stage, as :func:`pipeline_stage` makes it; parameters and state have the names of the unsplit model.
+    """A stage made by :func:`pipeline_stage`; parameters and state have the names of the unsplit model.
 
-    The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
-    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="ranks"`` all do.
-    Where layers take more than that of earlier stages, stages return a tuple of tensors, which the next one takes.
+    The first stage takes token ids (batch, tokens), later stages take hidden states (batch, tokens, hidden). The last
+    stage returns logits (batch, tokens, vocabulary), earlier stages return hidden states. With ``vocabulary="ranks"``
+    all stages take and return hidden states. If layers need more tensors from earlier stages, stages hand on a tuple.
     Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
-    of :func:`seq1f1b.document_starts`.
+    by :func:`seq1f1b.document_starts`.
 
     Attributes:
         causal_lm: this stage's part of the transformers model.
-        peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
-            without adapters. It is no way to run the stage.
-        embedding, head: with ``vocabulary="ranks"`` this rank's shards, which are no part of the stage: give them to
+        peft_model: a ``peft.PeftModel`` around ``causal_lm``, to name, save and load the adapters, not to run the
+            stage; None without adapters.
+        embedding, head: with ``vocabulary="ranks"``, this rank's shards, which are not part of the stage: give both to
             the engine as ``embedding`` and ``loss_fn``; else None.
-        pipeline_place: (index, count): which of how many stages of the model this is.
-        tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
+        pipeline_place: (stage index, number of stages).
+        tied_parameters: parameters with copies on other stages, keyed by the first name in the model.
     """
 
     pipeline_place: tuple[int, int] | None = None
@@ -47,7 +47,7 @@ class CausalLMStage(nn.Module):
     embedding: VocabularyParallelEmbedding | None
     head: VocabularyParallelHead | None
     ends: tuple[Entry | None, Exit | None]
-    dropout = 0.0  # of the attention in training
+    dropout = 0.0  # attention dropout in training
 
     def __init__(
         self,
@@ -62,21 +62,21 @@ class CausalLMStage(nn.Module):
         elsewhere: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
-        # Children and their names are the model's, which is itself not a child.
+        # The model's children become children of the stage, under the model's names; causal_lm itself is no child.
         self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=shards[0], head=shards[1], ends=ends)
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
-        self.__dict__["_elsewhere"] = dict(elsewhere)  # other stages' modules, if they take no memory
+        self.__dict__["_elsewhere"] = dict(elsewhere)  # other stages' modules, if without memory
         causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = ends
         self._decoder, self._options = decoder, options
-        self._carries = bool(mixers(causal_lm))  # state along the sequence
+        self._carries = bool(mixers(causal_lm))  # whether layers keep state along the sequence
         self._takes_positions = takes_positions
         self._tied = tied
         self.train(causal_lm.training)
 
     @property
     def shards(self) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:
-        """This rank's rows of a vocabulary that lies on all ranks."""
+        """The vocabulary shards of this rank: none, or embedding and head."""
         return [shard for shard in (self.embedding, self.head) if shard is not None]
 
     @property
@@ -85,7 +85,7 @@ class CausalLMStage(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The whole model's."""
+        """The config of the whole model."""
         return self.causal_lm.config
 
     @property
@@ -93,7 +93,7 @@ class CausalLMStage(nn.Module):
         return self.causal_lm.generation_config
 
     def of_whole(self, model: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
-        """The model without adapters' wrapper, and a call with a stage's arguments, for ``engine.verify(model=)``."""
+        """Returns the base model, and a function that calls it with a stage's arguments, for ``engine.verify``."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def logits(tokens: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class CausalLMStage(nn.Module):
             if doc_ids is None:
                 return logits(tokens)
             rows = []
-            for row, ids in zip(tokens, doc_ids, strict=True):  # each document by itself, however the model attends
+            for row, ids in zip(tokens, doc_ids, strict=True):  # one document at a time, for any kind of attention
                 lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
                 rows.append(torch.cat([logits(document[None]) for document in row.split(lengths)], 1))
             return torch.cat(rows)
@@ -111,17 +111,17 @@ class CausalLMStage(nn.Module):
         return base, call
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""
+        """Switches on recomputing layers in the backward, with the options of the model's method of equal name."""
         self.causal_lm.activation_checkpointing_enable(**options)
 
     def materialize(self, device: torch.device | str = "cpu") -> None:
-        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
+        """Gives memory and transformers' initial values to a stage cut from a model on the meta device.
 
-        Weights are drawn anew. Buffers have the values that ``from_pretrained`` gives them.
+        Weights are drawn at random. Buffers get the values of ``from_pretrained``.
 
         Raises:
-            ValueError: the model has adapters of peft, whose initial values transformers does not know; or there is a
-                tensor to which transformers gives no value.
+            ValueError: the model has adapters of peft, whose initial values transformers does not know; or a tensor
+                gets no value from transformers.
         """
         if self.peft_model is not None:
             raise ValueError(
@@ -133,13 +133,13 @@ class CausalLMStage(nn.Module):
             self.causal_lm._init_weights(shard.layer)
 
     def initialize(self, made: Sequence[Tensor]) -> None:
-        """Gives values to those of the tensors made that belong to the stage, as transformers does."""
+        """Fills the stage's tensors among ``made`` with transformers' initial values."""
         initialize(self.causal_lm, self.__dict__["_elsewhere"], made)
 
     def allocate(self, device: torch.device | str) -> list[Tensor]:
-        """Gives memory to the stage and its shards; returns the tensors that have no values yet.
+        """Gives memory to the stage and its shards; returns the tensors without values.
 
-        Buffers that have values keep them. What was one parameter stays one.
+        Buffers with values keep the values. A shared parameter stays shared.
         """
         made: dict[int, tuple[Tensor, Tensor]] = {}
         for module in (module for whole in (self, *self.shards) for module in whole.modules()):
@@ -166,14 +166,14 @@ class CausalLMStage(nn.Module):
         return hidden
 
     def train(self, mode: bool = True) -> CausalLMStage:
-        """Raises ValueError for a model that would drop what a stage does not."""
+        """Sets the training mode; raises ValueError for a model with attention dropout or layerdrop."""
         if mode:
             refuse_dropout("attention dropout", self.dropout)
             refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
         return super().train(mode)
 
     def check_before_step(self, step: Any) -> None:
-        """Raises ValueError for an argument that says something which a stage does not take."""
+        """Raises ValueError for an argument that would change a model's result and that a stage does not support."""
         for given in step.batch.kwargs or ():
             is_mask = isinstance(mask := given.get("attention_mask"), Tensor)
             check_says_nothing({name: value for name, value in given.items() if value is not mask or not is_mask})
@@ -183,7 +183,7 @@ class CausalLMStage(nn.Module):
     def forward(
         self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any
     ) -> Tensor | tuple[Tensor, ...]:
-        """``given``: what a model takes beside them, where it says nothing, as an attention_mask of ones."""
+        """Runs the stage. ``given``: a model's further arguments, without effect only: an attention_mask of ones."""
         if x.shape[1] == 0:
             raise ValueError(f"the stage is given {tuple(x.shape)}, which holds no token: leave such a batch out")
         if given and current() is None:
@@ -237,7 +237,7 @@ class CausalLMStage(nn.Module):
 
 
 def check_says_nothing(given: Mapping[str, Any]) -> None:
-    """Raises ValueError for an argument by which a model would compute something else."""
+    """Raises ValueError for an argument that would change a model's result."""
     for name, value in given.items():
         says = value is not None and not (isinstance(value, bool) and value == (name == "return_dict"))
         if isinstance(value, Tensor) and name == "attention_mask":
@@ -251,13 +251,13 @@ def check_says_nothing(given: Mapping[str, Any]) -> None:
 
 
 class Hidden(nn.Module):
-    """Takes the place of a head whose rows lie on all ranks."""
+    """A stand-in for a head whose rows lie on all ranks: keeps and returns the hidden states."""
 
     hidden: Tensor | None = None
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.__dict__["weight"] = torch.empty(0, dtype=dtype, device="cpu")  # models ask for its dtype
+        self.__dict__["weight"] = torch.empty(0, dtype=dtype, device="cpu")  # models read the head's dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.hidden = hidden
@@ -265,18 +265,18 @@ class Hidden(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
+    """A stand-in for a layer of another stage, or for a module after the layers; the stage ignores the result."""
 
     def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
         return as_layer(self, hidden_states if x is None else x)
 
 
 class NoEmbedding(nn.Module):
-    """Stands for an embedding on later stages: zeros of the shape, dtype and device of what the stage is given."""
+    """A stand-in for the embedding on later stages: returns zeros like the stage's input."""
 
     def __init__(self, entry: Entry | None) -> None:
         super().__init__()
-        self.__dict__["entry"] = entry  # no child
+        self.__dict__["entry"] = entry  # not a child module
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden: Tensor = self.__dict__["entry"].given[0]
@@ -285,17 +285,17 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Message:
-    """Tensors that a stage hands to the next one, in the order of the fields.
+    """The layout of the tensors handed from a stage to the next, in the order of the fields.
 
-    First the hidden states (batch, tokens, hidden); several of them where they are several streams.
+    The hidden states come first: one tensor (batch, tokens, hidden) per stream.
 
     Attributes:
-        first: index of the layer with which the next stage begins.
-        streams: dimension along which layers take the streams stacked; None: there is one.
-        embedded: whether later layers get what the embedding made, (batch, tokens, hidden).
-        per_layer: whether later layers get an input of the embedding each: (batch, tokens, layers, size).
-        shared: kinds of layers of which later ones take keys and values of an earlier stage: (batch, heads, tokens,
-            head_dim), keys before values.
+        first: index of the next stage's first layer.
+        streams: dimension along which layers take stacked streams; None: one stream, not stacked.
+        embedded: whether later layers get the embedding's output, (batch, tokens, hidden).
+        per_layer: whether each later layer gets an input made by the embedding: (batch, tokens, layers, size).
+        shared: kinds of layers whose keys and values, made on an earlier stage, later layers reuse: (batch, heads,
+            tokens, head_dim), keys before values.
     """
 
     first: int
@@ -306,17 +306,17 @@ class Message:
 
     @property
     def others(self) -> int:
-        """Number of tensors beside hidden states."""
+        """The number of tensors after the hidden states."""
         return self.embedded + self.per_layer + 2 * len(self.shared)
 
     def tokens_of(self, tensors: Sequence[Tensor], tokens: slice) -> list[Tensor]:
-        """Some of the message's tokens."""
+        """Returns a slice of the message's tensors along the tokens."""
         of_keys = len(tensors) - 2 * len(self.shared)
         return [t[:, :, tokens] if i >= of_keys else t[:, tokens] for i, t in enumerate(tensors)]
 
 
 class Entry(nn.Module):
-    """Takes the place of the layer before a stage's first one: gives layers the message of the stage before."""
+    """A stand-in for the layer before a stage's first layer: returns the message of the stage before."""
 
     given: Sequence[Tensor] = ()
 
@@ -326,12 +326,12 @@ class Entry(nn.Module):
 
     @property
     def embedded(self) -> Tensor:
-        """The embedding's result, or hidden states, which have the same shape."""
+        """The embedding's output if handed on, else the hidden states, which have equal shape."""
         return self.given[len(self.given) - self.message.others if self.message.embedded else 0]
 
     @property
     def per_layer(self) -> Tensor:
-        """The inputs of all layers; those of earlier stages are zeros."""
+        """The inputs of all layers, zeros for layers of earlier stages."""
         return F.pad(self.given[-1 - 2 * len(self.message.shared)], (0, 0, self.message.first, 0))
 
     def forward(self, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
@@ -344,7 +344,7 @@ class Entry(nn.Module):
 
 
 class Exit(nn.Module):
-    """Takes the place of the layer after a stage's last one: collects the message to the next stage."""
+    """A stand-in for the layer after a stage's last layer: collects the message to the next stage."""
 
     hidden: Any = None
     embedded: Any = None

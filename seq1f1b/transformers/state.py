@@ -1,8 +1,8 @@
-"""Hugging Face transformers: state that mixers keep along the sequence, carried from segment to segment.
+"""Carries the state of transformers' mixers from segment to segment.
 
-State space layers, linear attention and short convolutions ask a ``Cache`` for the state before their tokens, and give
-it the state after them. On a stage :class:`States` is that cache, for the mixers alone: layers, masks and attention run
-as without one.
+Mixers are state space layers, linear attention and short convolutions. In transformers, a mixer reads the state before
+the tokens from a ``Cache``, and stores the state after the tokens there. On a stage, :class:`States` replaces the cache
+for mixers alone: layers, masks and attention run without a cache.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from seq1f1b.transformers.twins import become
 __all__ = ["carry_states", "mixers", "note_documents"]
 
 _NOTHING = torch.empty(0, device="cpu")
-_CACHES = ("cache", "past_key_values", "cache_params")  # the parameter of a mixer: 5.24's name, and those of 5.23
+_CACHES = ("cache", "past_key_values", "cache_params")  # name of a mixer's parameter: in 5.24, then two in 5.23
 _ZEROS, _RECURRENT = "get_linear_cache", "get_recurrent_state"
-_ASKED = (_ZEROS, _RECURRENT, "get_conv_state")  # of a cache, by a mixer's forward
+_ASKED = (_ZEROS, _RECURRENT, "get_conv_state")  # methods of a cache, called by a mixer's forward
 
 
 def mixers(module: nn.Module) -> dict[str, Any]:
-    """Modules that ask a cache for states, by name."""
+    """Returns the modules that read states from a cache, by name."""
     kinds: dict[str, Any] = {name: type(own) for name, own in module.named_modules()}
     return {name: module.get_submodule(name) for name, kind in kinds.items() if _way_of(kind) is not None}
 
 
 @functools.cache
 def _way_of(kind: Any) -> str | None:
-    """How a mixer takes the state before its tokens, by what its forward names; None if the class is no mixer.
+    """Returns how a mixer takes the state before the tokens, by the names in forward; None if the class is no mixer.
 
-    The name of the scan that gets the state, or else of what is asked of a cache: zeros begin the scan of
-    ``get_linear_cache``, and a convolution gets the state with its tokens.
+    The result is the scan that takes the state, or else the method of a cache: the scan of ``get_linear_cache`` starts
+    from zeros, and a convolution takes the state together with the tokens.
     """
     for each in kind.__mro__:
         code = getattr(inspect.unwrap(vars(each).get("forward")), "__code__", None)
@@ -57,19 +57,19 @@ def _way_of(kind: Any) -> str | None:
 
 
 class States:
-    """The cache that a mixer is given for one run: states before its tokens are read, states after them are new.
+    """A cache for one run of a mixer, with the states before the tokens to read and the states after to write.
 
-    A mixer is told of no state, else it would run token by token. That path updates states in place, and its kernels
-    have no backward. Its convolution gets the state in :meth:`update_conv_state` and its scan as an argument.
+    The getters return None, since a mixer with a state runs token by token: in place, with kernels without a backward.
+    Instead, the convolution gets the state in :meth:`update_conv_state`, and the scan as an argument.
 
     Args:
-        before: gives the state of a key before the tokens, or None.
+        before: returns the state before the tokens for a key, or None.
     """
 
     def __init__(self, before: Callable[[int], Tensor | None]) -> None:
         self.before = before
         self.after: dict[int, Tensor] = {}
-        self.asked = 0  # key of the recurrent state that the mixer has asked for
+        self.asked = 0  # key of the recurrent state last requested by the mixer
         self._heads = count()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -86,7 +86,7 @@ class States:
         else:
             width = state.shape[-1]
             full = torch.cat([state, conv_states], -1)
-        self.after[key] = full[..., -width:].clone()  # a view would keep the whole
+        self.after[key] = full[..., -width:].clone()  # a view would keep the whole tensor alive
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -103,7 +103,7 @@ class States:
         self.after[_key(layer_idx, 0, 1)] = linear_cache
 
     def before_scan(self) -> Tensor | None:
-        """The state that the next scan starts from: of the next head, where the mixer scans one head after another."""
+        """Returns the initial state of the next scan; a mixer that scans head by head gets the next head's state."""
         state = self.before(self.asked)
         return state[:, next(self._heads)] if state is not None and state.dim() == 4 else state
 
@@ -125,7 +125,7 @@ _of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDict
 
 
 def note_documents(position_ids: Tensor) -> None:
-    """Mixers of the running unit forget their states at tokens of position 0.
+    """Makes mixers of the running unit reset the state at tokens of position 0.
 
     Raises:
         ValueError: no unit is running.
@@ -140,14 +140,14 @@ def note_documents(position_ids: Tensor) -> None:
 
 
 def _unpacked(value: Any) -> Any:
-    """An argument of a mixer, without the ids of documents, which go to attention in place of a mask."""
+    """Returns an argument of a mixer, or None for document ids, which are for attention alone."""
     return None if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 4 else value
 
 
 def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """Rows of the running unit, with the slices of documents in them and whether each begins there."""
+    """Returns slices of the unit's rows, each with slices of documents and whether each document begins there."""
     unit: Any = current()
-    starts = [[]] if unit is None else _of_units.get(unit, [[]])  # a row of one document that goes on
+    starts = [[]] if unit is None else _of_units.get(unit, [[]])  # each row continues one document
     alike = all(row == starts[0] for row in starts)
     found = []
     for i, row in enumerate(starts[:1] if alike else starts):
@@ -158,7 +158,7 @@ def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
 
 
 def _part(arguments: Any, batch: int, length: int, rows: slice, tokens: slice) -> Any:
-    """Arguments of a mixer for some of its rows and tokens."""
+    """Returns a mixer's arguments for slices of rows and tokens."""
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
@@ -181,7 +181,7 @@ def _joined(outs: list[Any], dim: int) -> Any:
 
 
 def carry_states(module: nn.Module) -> None:
-    """Has the mixers in a module carry their states. Raises ValueError for a scan that is not known here."""
+    """Makes the mixers in a module carry states. Raises ValueError for an unknown scan."""
     for name, mixer in mixers(module).items():
         kind: Any = type(mixer)
         if _way_of(kind) == _RECURRENT:
@@ -190,7 +190,7 @@ def carry_states(module: nn.Module) -> None:
 
 
 class _Carrying(nn.Module):
-    """Put before the class of a mixer: gives it :class:`States` for a cache, and runs packed documents one by one."""
+    """The class in front of a mixer's class: passes :class:`States` as cache, and runs packed documents one by one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mine: Any = type(self)
@@ -224,14 +224,14 @@ class _Carrying(nn.Module):
 
 @functools.cache
 def _library_s(kind: Any) -> tuple[Any, inspect.Signature, str]:
-    """The class behind :class:`_Carrying`, its forward's signature, and the parameter of it that takes a cache."""
+    """Returns the class behind :class:`_Carrying`, the signature of forward, and the name of the cache parameter."""
     own: Any = kind.__mro__[kind.__mro__.index(_Carrying) + 1]
     signature = inspect.signature(own.forward)
     return own, signature, next(name for name in _CACHES if name in signature.parameters)
 
 
 def _with_scan(kind: Any, way: str, states: States) -> Any:
-    """A mixer's forward whose scan starts from the state that it was not told of."""
+    """Returns a mixer's forward, changed so that the scan starts from the state before the tokens."""
     plain: Any = inspect.unwrap(kind.forward)
     own: dict[str, Any] = {"torch": _FirstState(states)}
     if way != _ZEROS:
@@ -244,16 +244,16 @@ def _with_scan(kind: Any, way: str, states: States) -> Any:
 
 
 def _given(name: str, scan: Any, states: States, *args: Any, **kwargs: Any) -> Any:
-    """A scan that takes an initial state."""
+    """Runs a scan with the state before the tokens as argument ``name``."""
     return scan(*args, **{**kwargs, name: states.before(states.asked)})
 
 
 def _selective_scan(
     scan: Any, states: States, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba, which has no initial state h: adds what h makes of it, for the scan is linear in its state.
+    """Runs Mamba's scan, which takes no initial state h, and adds h's part: the scan is linear in the state.
 
-    The state after the tokens is computed here too, since the library's kernel has no gradient of it. With steps d,
+    Also computes the state after the tokens, for which the library's kernel has no gradient. With steps d,
     h_t = exp(A d_t) h_{t-1} + d_t B_t u_t and y_t = C_t h_t. [Mamba, arXiv:2312.00752, eq. 2]
 
     Args:
@@ -279,9 +279,10 @@ def _selective_scan(
 
 
 class _FirstState:
-    """The module torch, as the lightning attention of MiniMax sees it: its scan by blocks begins from zeros.
+    """A stand-in for the module torch in MiniMax's lightning attention: ``zeros`` returns the state before the tokens.
 
-    With a state it would go token by token, in Python, and with decays of another rounding.
+    The scan by blocks starts from ``torch.zeros``. Given a state, the library would instead run token by token, in
+    Python, and round decays differently.
     """
 
     def __init__(self, states: States) -> None:
@@ -295,7 +296,7 @@ class _FirstState:
         return torch.zeros(*shape, **options) if state is None else state
 
 
-_SCANS: dict[str, Any] = {  # of many tokens, as mixers call them
+_SCANS: dict[str, Any] = {  # scans of many tokens, by the names in mixers
     "mamba2_chunk_scan": functools.partial(_given, "initial_states"),
     "torch_chunk_gated_delta_rule": functools.partial(_given, "initial_state"),
     "chunk_kimi_delta_attention": functools.partial(_given, "initial_state"),

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer over a pipeline: its loop, with steps of the engine in it."""
+"""Runs the Hugging Face Trainer's loop over a pipeline, with the engine's steps."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from seq1f1b.transformers.trainer_replicas import Replicas
 
 __all__ = ["Trainer"]
 
-# Every process that torchrun starts would print of TrainingArguments that it is not started by torch's launcher.
+# Hides a warning that TrainingArguments would print in every process started by torchrun.
 logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode != " not in str(record.msg))
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def _not_alone(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the trainer that all ranks call: an error of one rank ends what the others do, or wait for."""
+    """Wraps a method that all ranks call: an error on one rank fails all ranks, so that none waits."""
 
     @functools.wraps(call)
     def called(self: Trainer, *args: Any, **named: Any) -> Any:
@@ -70,25 +70,25 @@ def _not_alone(call: Callable[..., Any]) -> Callable[..., Any]:
 class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     """``transformers.Trainer`` for decoder-only models in a pipeline over all processes of the launcher.
 
-    It is used as the plain one, in a script that ``torchrun`` starts. Every process makes it with the same arguments
-    and reads the same data; a process that reads other data is an error. Gradients, logged losses and evaluation are
-    those of the plain Trainer in one process: targets count equally over the whole accumulated batch. A process keeps
-    its own stage of the model, so keep no other reference to the model.
+    A script started by ``torchrun`` uses this class like the plain Trainer. Every process makes a Trainer with equal
+    arguments and reads equal data; different data raises an error. Gradients, logged losses and evaluation equal the
+    plain Trainer's in one process: targets count equally over the whole accumulated batch. Each process keeps one stage
+    of the model, so keep no other reference to the model.
 
     Args:
         model: ``...ForCausalLM`` of transformers, also without memory (on the meta device), or a ``peft.PeftModel``. Or
-            the folder of a checkpoint, or its name on the hub, of which a process reads its stage alone.
-        pipeline: options of :class:`seq1f1b.PipelineEngine`, as ``num_segments``, ``num_microbatches`` (default:
-            ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``limits`` or ``memory``;
-            and ``balance``, ``seq_len`` and ``dtype`` of :func:`pipeline_stage`. A plan as ``schedule`` brings both
-            counts. With ``replicas`` the processes form so many pipelines, each of which trains its rows of a batch.
-        others: as the plain Trainer's.
+            the folder of a checkpoint, or a name on the hub: then each process reads only the weights of its stage.
+        pipeline: options of :class:`seq1f1b.PipelineEngine`: ``num_segments``, ``num_microbatches`` (default:
+            ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``limits``, ``memory``
+            and more; and ``balance``, ``seq_len`` and ``dtype`` of :func:`pipeline_stage`. A plan given as
+            ``schedule`` sets both counts. ``replicas``: number of pipelines, each of which trains some of the rows.
+        others: further arguments of the plain Trainer.
 
     Attributes:
-        engine: this process's engine. ``engine.report()`` tells how the last step went.
+        engine: this process's engine. ``engine.report()`` describes the last step.
         model: this process's stage.
     Raises:
-        ValueError: something is asked for that a pipeline does not do; the message names it, with a remedy.
+        ValueError: a pipeline does not support an argument or an override; the message names a remedy.
     """
 
     engine: PipelineEngine
@@ -124,18 +124,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             )
         if not is_plan(self._pipeline.get("schedule")):
             self._pipeline.setdefault("num_microbatches", -(-args.train_batch_size // count))
-        if hasattr(model, "config"):  # the plain Trainer writes its use_cache there
+        if hasattr(model, "config"):  # the plain Trainer sets use_cache in the config
             copy_config(model)
         super().__init__(model, args, *others, **named)
         check_made(self)
         self.accelerator.clip_grad_norm_ = lambda _, max_norm, **__: self.engine.clip_grad_norm_(max_norm)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
-        self._signature_columns = [*COLUMNS, "seq_lengths"]  # of documents in a row, for collators
+        self._signature_columns = [*COLUMNS, "seq_lengths"]  # seq_lengths: documents' lengths, for collators
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def _cut(self, model: Any) -> nn.Module:
-        """This process's stage of a whole model, in an engine."""
+        """Returns this process's stage of a whole model, and makes the engine."""
         self._whole_parameters = model.num_parameters(exclude_embeddings=True)
         options = dict(self._pipeline)
         cut = {name: options.pop(name) for name in CUT if name in options}
@@ -159,10 +159,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
         copy_config(model)
-        return self._cut(model) if getattr(self, "is_in_train", False) else model  # before, __init__ looks at it whole
+        return self._cut(model) if getattr(self, "is_in_train", False) else model  # __init__ needs the whole model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the stage is moved once it is cut, and the whole model never."""
+        """Does nothing: the stage is moved after the cut, the whole model never."""
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         return int(6 * inputs["input_ids"].numel() * self._whole_parameters)
@@ -171,7 +171,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Gives the stage random numbers of its own in the block, so that the data's stay alike on all ranks."""
+        """Uses the stage's random state inside the ``with`` block: the data's state stays equal on all ranks."""
         of_data = generator_states(self.args.device)
         set_generator_states(self.args.device, tuple(self._random_states))
         try:
@@ -182,9 +182,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        if loader.worker_init_fn is not None:  # workers of all ranks draw the same numbers
+        if loader.worker_init_fn is not None:  # workers of all ranks draw equal numbers
             seed = functools.partial(seed_worker, num_workers=self.args.dataloader_num_workers, rank=0)
-            for each in (loader, getattr(loader, "base_dataloader", loader)):  # accelerate's is around torch's
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # accelerate's loader wraps torch's
                 each.worker_init_fn = seed
         return loader
 
@@ -194,12 +194,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         batch, own = self._make_batch(inputs)
         if batch.target is None:
             raise ValueError("the batch holds no labels, which training needs")
-        # The plain Trainer's divisor; a model that takes none has the mean of its batches.
+        # Divisor of the plain Trainer; without num_items_in_batch, the loss is the mean over the accumulated batches.
         total = float(
             sum(batch.counts(1)) * self.current_gradient_accumulation_steps
             if num_items_in_batch is None
@@ -236,13 +236,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         return None if batch.target is None else loss, logits, inputs.get("labels")
 
     def _make_batch(self, inputs: Mapping[str, Any]) -> tuple[Batch, Batch]:
-        """The batch of all replicas, which every process reads, and this replica's rows of it."""
+        """Returns the batch of all replicas, read by every process, and the rows of this replica."""
         num_microbatches = self.engine.num_microbatches * self._replicas.count
         batch = make_batch(self._prepare_inputs(inputs), num_microbatches, self.engine.num_segments)
         return batch, batch.part(self._replicas.index, self._replicas.count)
 
     def _share_loss(self, losses: list[Tensor], counts: list[int], total: float, batch: Batch) -> Tensor:
-        """The loss of a batch, from the ranks of last stages to all; checks that all have read the same batch."""
+        """Returns the loss of a batch on all ranks; raises ValueError if ranks have read different batches."""
         own = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / total if losses else None
         everyones = self._replicas.all_gather_object([batch.digest(), own])
         digests = [digest for digest, _ in everyones]
@@ -255,7 +255,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         return torch.tensor(sum(parts) if parts else math.nan, dtype=torch.float32, device=self.args.device)
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
-        """A wish of a callback on one rank is carried out on all: else the others would wait for it."""
+        """Logs, saves and evaluates on all ranks if a callback on any rank asks for it, to avoid a deadlock."""
         self._agree_on(self.control)
         super()._maybe_log_save_evaluate(*args, **named)
         self._agree_on(self.control)
@@ -268,7 +268,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """All ranks call it, by way of :meth:`save_model`."""
+        """Saves the model, tokenizer and arguments; all ranks call the method, through :meth:`save_model`."""
         folder = self.args.output_dir if output_dir is None else output_dir
         self._replicas.in_one(lambda: save_pretrained(self.engine, folder))
 
@@ -284,11 +284,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         together(self._replicas, f"no checkpoint was written to {folder}", write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # alike in all replicas
+        optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # equal in all replicas
         self._replicas.in_one(lambda: save_optimizer(self.engine, optimizer, scheduler, output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # the data's, alike on all ranks
+        if self.args.should_save:  # the data's state, equal on all ranks
             super()._save_rng_state(output_dir)
         save_randomness(self._replicas, self._random_states, output_dir)
 
@@ -311,10 +311,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     @_not_alone
     def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **named: Any) -> Any:
-        """Trains as the plain Trainer does. ``True`` resumes from the newest checkpoint that all ranks have finished.
+        """Trains like the plain Trainer. ``True`` resumes from the newest checkpoint that all ranks have finished.
 
         Raises:
-            ValueError: the checkpoint lacks the optimizer and schedule of this trainer, as one of the plain Trainer.
+            ValueError: the checkpoint lacks this Trainer's optimizer and schedule, like a plain Trainer's checkpoint.
         """
         folder = None
         if resume_from_checkpoint is True:
@@ -327,7 +327,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             check_resumable(folder)
         return super().train(resume_from_checkpoint=folder, **named)
 
-    # As the plain ones; all ranks call them.
+    # The plain Trainer's methods, called by all ranks together.
     evaluate = _not_alone(transformers.Trainer.evaluate)
     predict = _not_alone(transformers.Trainer.predict)
     save_model = _not_alone(transformers.Trainer.save_model)
@@ -336,9 +336,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         raise ValueError("seq1f1b.transformers.Trainer does not support hyperparameter_search: make a Trainer for each")
 
     def end(self) -> None:
-        """Closes the engine and the trackers. The process group ends with the process: a later Trainer takes it.
+        """Closes the engine and the trackers. The process group lives until exit, for a later Trainer.
 
-        A second group over the same store could meet the addresses of the first one, and wait for them.
+        A second group over the store could find addresses of the first group, and wait for them.
         """
         self.engine.close()
         for tracker in self.accelerator.trackers:
@@ -348,14 +348,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
 
 def _loss(logits: Tensor, target: Tensor) -> Tensor:
-    """transformers' ForCausalLMLoss of labels that are shifted already."""
+    """Returns transformers' ForCausalLMLoss for labels shifted in advance."""
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
 def _become_one_process(args: transformers.TrainingArguments) -> None:
-    """Tells accelerate and the Trainer that there is one process: each rank reads whole batches, and nothing is
-    wrapped, scaled or gathered. Ranks keep their index, by which the first one alone prints and saves."""
-    device = args.device  # sets up the state, and in a run of several processes the process group
+    """Makes accelerate and the Trainer assume one process: each rank reads whole batches, and nothing is wrapped,
+    scaled or gathered. Ranks keep the process index, so that only rank 0 prints and saves."""
+    device = args.device  # sets up the state, and with several processes the process group
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     state = args.distributed_state
@@ -367,7 +367,7 @@ def _become_one_process(args: transformers.TrainingArguments) -> None:
 
 
 def _newest_checkpoint(folder: str) -> str:
-    """The Trainer's state is written last."""
+    """Returns the newest checkpoint with ``trainer_state.json``, the file written last."""
     found = [name for name in os.listdir(folder) if name.startswith("checkpoint-") and name[11:].isdigit()]
     for name in sorted(found, key=lambda name: -int(name[11:])):
         if os.path.isfile(os.path.join(folder, name, "trainer_state.json")):
@@ -376,7 +376,7 @@ def _newest_checkpoint(folder: str) -> str:
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """accelerate has its own around it."""
+    """Returns the optimizer inside accelerate's wrapper."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 

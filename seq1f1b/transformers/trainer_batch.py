@@ -1,4 +1,4 @@
-"""A batch of a Hugging Face Trainer as the arguments of one step of the engine."""
+"""Converts a batch of a Hugging Face Trainer to the arguments of one engine step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of a step.
+    """The arguments of a step.
 
     Attributes:
-        tokens, target: (rows, tokens). Rows are a multiple of the number of micro-batches, tokens are at least the
-            number of segments: what was added has no targets, and nothing sees it.
-        doc_ids: of packed documents.
-        shape: rows and tokens of the batch as it was given.
+        tokens, target: (rows, tokens). Rows are padded to a multiple of the number of micro-batches, tokens to at least
+            the number of segments. Padding has no targets, and no token attends to padding.
+        doc_ids: ids of packed documents.
+        shape: rows and tokens of the batch without padding.
     """
 
     tokens: Tensor
@@ -42,12 +42,12 @@ class Batch:
         return None if self.doc_ids is None else {"doc_ids": self.doc_ids}
 
     def counts(self, num_microbatches: int) -> list[int]:
-        """Targets of each micro-batch."""
+        """Returns the number of targets of each micro-batch."""
         assert self.target is not None
         return [int(part.ne(IGNORED).sum()) for part in self.target.chunk(num_microbatches)]
 
     def part(self, index: int, count: int) -> Batch:
-        """One of so many equal parts of the rows."""
+        """Returns part ``index`` of ``count`` equal parts of the rows."""
 
         def cut(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.chunk(count)[index]
@@ -55,7 +55,7 @@ class Batch:
         return Batch(self.tokens.chunk(count)[index], cut(self.target), cut(self.doc_ids), self.shape)
 
     def digest(self) -> int:
-        """Equal on ranks that were given the same."""
+        """Returns a checksum, to compare the batches of ranks."""
         value = 0
         for tensor in (self.tokens, self.target, self.doc_ids):
             if tensor is not None:
@@ -64,7 +64,7 @@ class Batch:
 
 
 def make_batch(inputs: Mapping[str, Any], num_microbatches: int, num_segments: int) -> Batch:
-    """Raises ValueError for what a stage does not take."""
+    """Returns the batch for a step. Raises ValueError for inputs that a stage does not take."""
     derived = () if inputs.get("position_ids") is None else _OF_KERNELS
     unknown = sorted(name for name, value in inputs.items() if name not in (*COLUMNS, *derived) and value is not None)
     if unknown:
@@ -92,14 +92,14 @@ def make_batch(inputs: Mapping[str, Any], num_microbatches: int, num_segments: i
         tokens = F.pad(tokens, (0, more_tokens, 0, more_rows))
         if target is not None:
             target = F.pad(target, (0, more_tokens, 0, more_rows), value=IGNORED)
-        if doc_ids is not None:  # more tokens of the last document; rows of one document
+        if doc_ids is not None:  # padding extends the last document of a row; a padding row is one document
             doc_ids = torch.cat([doc_ids, doc_ids[:, -1:].expand(-1, more_tokens)], 1)
             doc_ids = F.pad(doc_ids, (0, 0, 0, more_rows))
     return Batch(tokens, target, doc_ids, shape)
 
 
 def _check_mask(mask: Tensor, target: Tensor | None) -> None:
-    """Padding must be on the right, where causal attention does not see it, and have no targets."""
+    """Raises ValueError unless padding is on the right, where causal attention ignores it, and has no targets."""
     is_token = mask != 0
     if mask.dim() != 2 or bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
         raise ValueError(
@@ -112,7 +112,7 @@ def _check_mask(mask: Tensor, target: Tensor | None) -> None:
 
 
 def _documents(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """doc_ids of documents whose positions count from 0 each; None where each row is one document."""
+    """Returns the doc_ids of documents whose positions each count from 0; None if each row is one document."""
     if position_ids is None:
         return None
     if position_ids.shape != tokens.shape:

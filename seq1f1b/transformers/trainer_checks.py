@@ -1,4 +1,4 @@
-"""Refuses by name each thing that a Hugging Face Trainer offers and a pipeline does not do."""
+"""Refuses the features of a Hugging Face Trainer that a pipeline does not support, each by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _METHODS = ("compute_loss", "training_step", "prediction_step")
 
 
 def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type, ours: type) -> None:
-    """Raises ValueError for arguments of the Trainer, and overridden methods, that a pipeline would not follow."""
+    """Raises ValueError for unsupported arguments and overridden methods of the Trainer."""
     for name, (is_set, remedy) in _ARGUMENTS.items():
         value = getattr(args, name, None)
         if is_set(value):
@@ -74,7 +74,7 @@ def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, An
 
 
 def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ValueError for an unknown option of the pipeline, or one that is the trainer's own."""
+    """Raises ValueError for an option of the pipeline that is unknown or reserved for the trainer."""
     names = {*CUT, "dtype", "replicas", *known} - {*_OWN}
     unknown = sorted(pipeline.keys() - names)
     if unknown:
@@ -84,7 +84,7 @@ def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> Non
 
 
 def check_made(trainer: transformers.Trainer) -> None:
-    """Raises ValueError for what only shows once the Trainer is made: its model, and what its launcher set."""
+    """Raises ValueError for an unsupported model or launcher, known only after the Trainer's constructor."""
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         _refuse("DeepSpeed or FSDP of accelerate's launcher", "start the script by torchrun")

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline under a Trainer: each trains its rows of every batch, and their gradients are summed."""
+"""Trains replicas of a pipeline under a Trainer: each replica takes some rows of every batch; gradients are summed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__: list[str] = []
 
 
 class Replicas:
-    """This process among all that the launcher started, which form so many pipelines of equal length.
+    """The place of this process among all processes of the launcher, which form ``count`` pipelines of equal length.
 
-    Processes of one pipeline have ranks that follow one another.
+    The processes of one pipeline have consecutive ranks.
 
     Attributes:
-        count, index: how many pipelines there are, and which one this process belongs to.
-        rank, num_ranks: of all processes.
-        pipeline: the group of the engine; None for the default one.
+        count, index: number of pipelines, and index of this process's pipeline.
+        rank, num_ranks: index of this process, and number of processes, over all pipelines.
+        pipeline: process group of the engine; None: the default group.
     """
 
     engine: PipelineEngine
@@ -46,16 +46,16 @@ class Replicas:
             self._copies = self._join([list(range(place, self.num_ranks, length)) for place in range(length)])
 
     def _join(self, groups: list[list[int]]) -> Any:
-        """Makes all groups, as every process must; returns this one's."""
+        """Makes all groups, as torch requires of every process; returns the group of this process."""
         made = [dist.new_group(ranks) for ranks in groups]
         return next(group for group, ranks in zip(made, groups, strict=True) if self.rank in ranks)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank. Collective; what a peer sends is data, as in the engine."""
+        """Returns the values of all processes, by rank. Collective; a peer's value is never executed, only data."""
         return [each for theirs in self._gather(self.engine.all_gather_object(value)) for each in theirs]
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values of the processes that hold this stage, by replica."""
+        """Returns the values of the processes that hold this stage, by replica."""
         if self.count == 1:
             return [value]
         own = torch.tensor(list(pack(value)), dtype=torch.uint8, device=self._device)
@@ -67,13 +67,13 @@ class Replicas:
         return [unpack(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
     def make_alike(self, stage: nn.Module) -> None:
-        """Gives all replicas the weights of the first one."""
+        """Copies the first replica's weights to all replicas."""
         if self.count > 1:
             for tensor in stage.state_dict().values():
                 dist.broadcast(tensor, self.place, group=self._copies)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums gradients over the replicas. A gradient that only some have, as of an expert, is zero on the others."""
+        """Sums gradients over the replicas. A missing gradient counts as zero, for example an unused expert's."""
         if self.count == 1:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -89,14 +89,14 @@ class Replicas:
             each.wait()
 
     def in_one(self, action: Callable[[], None]) -> None:
-        """The first replica acts, and the others wait for it. An error of it is raised in all."""
+        """Runs an action on the first replica while the others wait. An error is raised on all replicas."""
         if self.count == 1:
             action()
         else:
             together(self, "the first replica failed", action if self.index == 0 else lambda: None)
 
     def from_last_stages(self, tensor: Tensor | None) -> Tensor:
-        """The rows of all replicas on every process. The tensor is None on all ranks of a pipeline but one."""
+        """Returns all replicas' rows on every process. One rank of each pipeline gives a tensor, the others None."""
         described = self.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
         parts = []
         for source, what in enumerate(described):

@@ -1,4 +1,4 @@
-"""Copies of modules that share their tensors, and modules that take the places or the classes of others."""
+"""Copies modules with shared tensors, replaces modules in a model, and puts classes in front of a module's class."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__: list[str] = []
 
 
 def put(root: nn.Module, modules: Mapping[str, nn.Module], copied: set[str] | None = None) -> None:
-    """Puts modules into a model, by the names of their places.
+    """Puts modules into a model, each at the place of that name.
 
     Args:
-        copied: names of what is the model's own: what else contains a place becomes a copy first, and one of these.
-            None: all is.
+        copied: names of parents that are already copies. Any other parent is copied before the change and added here.
+            None: parents are changed in place.
     """
     for name, module in modules.items():
         *path, child = name.split(".")
@@ -35,7 +35,7 @@ def put(root: nn.Module, modules: Mapping[str, nn.Module], copied: set[str] | No
 
 
 def become(module: Any, own: Any) -> None:
-    """Puts a class of ours before the class of a module, which keeps its name, its parameters and all else it has."""
+    """Puts the class ``own`` in front of a module's class; the class name and the module's contents stay."""
     if not isinstance(module, own):
         kind: Any = type(module)
         module.__class__ = _in_front(own, kind)
@@ -47,7 +47,7 @@ def _in_front(own: Any, kind: Any) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickles a module by the library's class, which unpickling finds by its name."""
+    """Returns a pickle that names the two base classes, since unpickling cannot find the joined class by name."""
     return _new, type(self).__bases__, self.__dict__
 
 
@@ -57,42 +57,42 @@ def _new(own: Any, kind: Any) -> Any:
 
 
 def shallow(module: nn.Module) -> Any:
-    """A copy that shares everything below, and to which other modules can be given."""
+    """Returns a copy of a module that shares children and tensors; replacing a child leaves the original unchanged."""
     new = copy.copy(module)
     for name in ("_modules", "_parameters", "_buffers"):
         new.__dict__[name] = dict(module.__dict__[name])
     if isinstance(module, transformers.PreTrainedModel):
-        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # of modules that lie on other stages
+        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # may name modules of other stages
     return new
 
 
 def stand_for(layer: nn.Module, stand_in: Any, outputs: int) -> None:
-    """Gives what stands in a layer's place the form of its output, and its plain attributes: the model may read them.
+    """Gives a stand-in the layer's form of output, and the layer's plain attributes, which the model may read.
 
     Args:
-        outputs: length of the tuple that a layer returns, hidden states first. 0: it returns these alone.
+        outputs: length of the tuple returned by a layer, hidden states first. 0: a layer returns hidden states alone.
     """
     stand_in.outputs = outputs
     kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
     plain = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-    for name, value in (plain | layer.__dict__.copy()).items():  # ranks may be threads that cut one model
+    for name, value in (plain | layer.__dict__.copy()).items():  # a copy, since ranks may be threads that cut one model
         if isinstance(value, (bool, int, float, str)) and not hasattr(stand_in, name):
             setattr(stand_in, name, value)
 
 
 def as_layer(stand_in: Any, hidden: Any, other: Any = None) -> Any:
-    """Hidden states in the form in which the layer in whose place it stands would return them, with other outputs."""
+    """Returns hidden states in the layer's form of output, with ``other`` for all further outputs."""
     count = getattr(stand_in, "outputs", 0)
     return (hidden, *[other] * (count - 1)) if count else hidden
 
 
 def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
-    """A copy of the module and of all below it, in evaluation mode, which shares their tensors.
+    """Returns a copy of a module and all submodules, in evaluation mode, with shared tensors.
 
-    Tensors on the meta device become some with values.
+    Tensors on the meta device are replaced by tensors with values.
 
     Args:
-        instead: modules of the twin in place of some of the module's.
+        instead: module -> replacement in the twin.
     """
     made = dict(instead)
 
@@ -111,11 +111,11 @@ def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """Equal for equal shapes. Each row of a matrix is the one before, moved by an element: this takes little memory."""
+    """Returns fixed values for a shape. To save memory, each row of a matrix is the previous row shifted by one."""
     count = max(1, sum(size - 1 for size in tensor.shape) + 1)
     if tensor.is_floating_point() or tensor.is_complex():
         values = torch.rand(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        values += 0.5 if tensor.dim() < 2 else -0.5  # scales and frequencies, or weights of sums
+        values += 0.5 if tensor.dim() < 2 else -0.5  # positive scales and frequencies, or centered weights
     else:
         values = torch.arange(count, device="cpu")
     return values.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: each rank reads the tensors that it needs, into memory that it has already."""
+"""Reads the safetensors files of a checkpoint: each rank reads only the tensors it needs, into existing memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
 }  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
 _IS_NUMBER = re.compile(r"[0-9]{1,18}")
-_PIECE = 4 << 20  # bytes of a file that are read at once
+_PIECE = 4 << 20  # bytes read from a file at once
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Place:
 
 
 class WeightFiles:
-    """Tensors of a folder's safetensors files by name; nothing but the files' headers is read to make it.
+    """The tensors of a folder's safetensors files, by name; the constructor reads the files' headers alone.
 
     Raises:
-        ValueError: the folder holds no such files, the index names one that is not in the folder, or a file is damaged.
+        ValueError: the folder holds no safetensors, lacks a file named in the index, or a file is damaged.
     """
 
     def __init__(self, folder: str) -> None:
@@ -54,7 +54,7 @@ class WeightFiles:
         return self.places[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ValueError for one that only quantized models have."""
+        """Returns a tensor's dtype. Raises ValueError for a dtype found in quantized models only."""
         place = self.places[name]
         if place.dtype not in _DTYPES:
             raise ValueError(f"{name!r} in {place.file} is of dtype {place.dtype}, must be one of {', '.join(_DTYPES)}")
@@ -67,7 +67,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Reads a tensor, or as many of its rows as ``out`` has, which may have another dtype or device."""
+        """Reads rows of a tensor from ``first_row`` on, to fill ``out``, which may have another dtype or device."""
         self.dtype(name)
         if out.dim():
             for begin, piece in self._pieces(name, first_row, len(out)):
@@ -77,14 +77,14 @@ class WeightFiles:
             out.copy_(file.get_tensor(name))
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same bytes."""
+        """Returns whether two tensors hold equal bytes."""
         if (self.dtype(name), self.shape(name)) != (self.dtype(other), self.shape(other)):
             return False
         both = (self._pieces(each, 0, self.shape(each)[0]) for each in (name, other))
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in zip(*both, strict=True))
 
     def _pieces(self, name: str, first_row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows of a tensor with the number of the first of them, by pieces: what is mapped counts as memory."""
+        """Yields pieces of a tensor's rows with the index of each piece's first row: mapped bytes count as memory."""
         row = math.prod(self.shape(name)[1:]) * self.dtype(name).itemsize
         step = max(1, _PIECE // max(1, row))
         for begin in range(0, rows, step):
@@ -99,7 +99,7 @@ def _opened(path: str) -> Any:
 
 
 def weight_paths(folder: str) -> list[str]:
-    """The safetensors files of a folder that hold its weights. Raises ValueError as :class:`WeightFiles`."""
+    """Returns the paths of a folder's safetensors files with weights. Raises ValueError as :class:`WeightFiles`."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(os.path.join(folder, SINGLE)) or not os.path.isfile(index):
         names = [name for name in sorted(os.listdir(folder)) if IS_SHARD.fullmatch(name)]
@@ -122,7 +122,7 @@ def weight_paths(folder: str) -> list[str]:
 
 
 def _indexed(index: str) -> list[str]:
-    """File names of an index. Somebody else's folder must not name a file outside it; a link may lead out of it."""
+    """Returns the file names in an index. For security, names must stay inside the folder; links may lead out."""
     try:
         with open(index, encoding="utf-8") as file:
             read = parse_json(file.read())
@@ -137,7 +137,7 @@ def _indexed(index: str) -> list[str]:
 
 
 def places_of(path: str) -> dict[str, Place]:
-    """The tensors of a safetensors file by name. Raises ValueError for a file that is damaged."""
+    """Returns the tensors of a safetensors file, by name. Raises ValueError for a damaged file."""
     from safetensors import SafetensorError
 
     try:
@@ -154,11 +154,11 @@ def places_of(path: str) -> dict[str, Place]:
 
 @dataclass
 class Source:
-    """Tensors of the files of which one parameter or buffer is made, or several of them.
+    """The tensors in the files from which one or several parameters or buffers are made.
 
     Attributes:
-        parts: names in the files, each with the pattern of transformers' converter that it matched.
-        converter: makes the model's tensors of them, as experts in one tensor; None: the tensor as it is.
+        parts: (pattern, name): a name in the files, and the matching pattern of transformers' converter.
+        converter: makes the model's tensors from the parts, for example stacks experts; None: no conversion.
     """
 
     target: str
@@ -174,10 +174,10 @@ class Source:
 
 
 def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Source], list[str]]:
-    """Finds each name of a state in the files, by the names that transformers gives them as it loads.
+    """Finds the source of each tensor of a state in the files, with transformers' renaming rules for loading.
 
     Returns:
-        the sources by name, and the tensors of the files that belong to no name.
+        the sources by name, and the names in the files that belong to no tensor of the state.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -209,7 +209,7 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
 
 
 def share_sources(sources: dict[str, Source], parameters: Iterable[tuple[str, Any]]) -> dict[str, Source]:
-    """Gives every name of a parameter the source of the first of its names that has one."""
+    """Adds sources for all names of a shared parameter, each the source of the first name found in the files."""
     names: dict[int, list[str]] = {}
     for name, parameter in parameters:
         names.setdefault(id(parameter), []).append(name)
@@ -224,10 +224,10 @@ def share_sources(sources: dict[str, Source], parameters: Iterable[tuple[str, An
 def load_state(
     files: WeightFiles, model: Any, state: Mapping[str, Tensor], sources: Mapping[str, Source], needed: Iterable[str]
 ) -> None:
-    """Fills tensors by name from their sources.
+    """Fills tensors from their sources, by name.
 
     Raises:
-        ValueError: a source has another shape, or one of the needed has none; before anything is read.
+        ValueError: a shape differs, or a needed tensor has no source; before any read, except for converted tensors.
     """
     for name in needed:
         if name not in sources:
@@ -258,7 +258,7 @@ def check_shape(folder: str, name: str, own: Tensor, found: Collection[int] | No
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Experts in the order of their numbers."""
+    """Returns a sort key that orders numbers in names by value, for example experts."""
     return [(int(part), "") if _IS_NUMBER.fullmatch(part) else (-1, part) for part in name.split(".")]
 
 
