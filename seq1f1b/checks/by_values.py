@@ -3,8 +3,7 @@
 The sample is the first tokens of a unit, and the stage runs alone. A stage without zero weights passes if the two
 segments return the outputs of the step's unit (outputs that flow through zero weights tell nothing). Otherwise the
 sample also runs as one segment. Each difference above the rounding of the stage's dtype is a finding: modules that mix
-tokens show, causal or not, and modules that count tokens from zero. The first module whose arguments or results differ
-is named.
+tokens show, causal or not, and modules that count tokens from zero. It names the first module with a difference.
 
 A token counts as different only if every row differs there: different rounding of its scores may make a router send one
 token of a row to another expert.
