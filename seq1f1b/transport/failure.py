@@ -42,7 +42,7 @@ _TOLD = "_seq1f1b_told"  # marks an error raised by a call of the engine: the ca
 
 
 def has_been_told(error: BaseException | None) -> bool:
-    """Returns whether a call of the engine raised the error, or an error handled while this one was raised."""
+    """Returns whether a call of the engine raised the error, or an earlier error in its chain."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _TOLD):
