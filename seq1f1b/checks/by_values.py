@@ -2,8 +2,8 @@
 
 The sample is the first tokens of a unit, and the stage runs alone. A stage without zero weights passes if the two
 segments return the outputs of the step's unit (outputs that flow through zero weights tell nothing). Otherwise the
-sample also runs as one segment. Each difference above the rounding of the stage's dtype is a finding: modules that mix
-tokens show, causal or not, and modules that count tokens from zero. It names the first module with a difference.
+sample also runs as one segment. A difference above the rounding of the stage's dtype is a finding, placed at the first
+module that differs. Modules that mix tokens show, causal or not, and modules that count tokens from zero.
 
 A token counts as different only if every row differs there: different rounding of its scores may make a router send one
 token of a row to another expert.
@@ -139,7 +139,7 @@ def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_fi
 
 
 def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
-    """Returns the tokens of two unequal segments; if possible, no size in ``taken`` equals either or their sum."""
+    """Returns the tokens of two unequal segments; if possible, both sizes and their sum are not in ``taken``."""
     unwanted = taken | {_ROWS}
     for length in range(most, max(2, most // 2), -1):
         for size in range(length // 2 + 1, length - 1):

@@ -27,7 +27,7 @@ class Unlisted(NamedTuple):
     Attributes:
         place: the stage, in words.
         kind: type of the module that holds the parameter.
-        order: number of unlisted parameters before this one in its stage.
+        order: position among the stage's unlisted parameters, from 0.
         values: shape, dtype, and sums over a sample of the bytes.
     """
 

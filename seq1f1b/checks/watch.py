@@ -32,7 +32,7 @@ class Watch(TorchFunctionMode):
         sizes: sizes of dimensions without tokens.
     Attributes:
         noted: calls of this package: "attends" for causal_attention, "carries" for carry_in and carry_out.
-        foreign: the last call of torch's or another package's attention on the segment alone; "" if none.
+        foreign: the last attention on the segment alone by code other than this package's, in words; "" if none.
         dropout: name of a called dropout with one random number for all tokens; "" if none.
         eps: eps of the narrowest dtype of a result; 0 if all results are float64.
     """

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
     ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the first key's row, in order
     parts: tuple[int, ...] = ()  # tokens of each sibling in a shared segment, in order; empty: no siblings
-    kept: int = 0  # a backward adds to the rows of dk and dv of so many first keys, and stores the other rows
+    kept: int = 0  # leading keys with gradients in dk and dv: a backward adds to their rows, and stores the other rows
 
     @property
     def end(self) -> int:
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
-        """Whether the keys lie in the first rows, and a backward adds to all of them or stores all."""
+        """Returns whether the keys lie in the first rows, and a backward adds to all of them or stores all."""
         return not self.parts and self.ranges == ((0, self.end, 0),) and self.kept in (0, self.end)
 
     def row(self, key: int) -> int:

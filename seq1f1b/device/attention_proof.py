@@ -144,7 +144,7 @@ class _Case:
 
     @functools.cached_property
     def hidden(self) -> Tensor:
-        """(batch, 1, 1, queries, keys)"""
+        """Returns the mask of hidden pairs, (batch, 1, 1, queries, keys)."""
         prefix, position = self.options.prefix, torch.arange(self.options.keys, device="cpu")
         distance = position[prefix:, None] - position
         hidden = (distance < 0) | (distance >= (self.options.window or self.options.keys))

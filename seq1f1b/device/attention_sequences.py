@@ -1,8 +1,8 @@
 """Torch's flash ops over contiguous sequences of different lengths: documents, or siblings of one unit.
 
-Each sequence is causal: the last query sees the last key. Each row of the batch needs its own call, because slabs of
-the KV cache hold the rows apart. Every sequence of a call has queries and keys, and the sequences cover all rows of the
-tensors, so the ops write every element.
+Each sequence is causal: the last query sees the last key. Each row of the batch needs its own call, because the keys of
+two rows are not contiguous in a slab of the KV cache. Every sequence of a call has queries and keys, and the sequences
+cover all rows of the tensors, so the ops write every element.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ def _is_new(version: int) -> bool:
 
 
 def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: Place, longest: int) -> bool:
-    """Counts a pass of a shape, and returns whether the shape has come often; False for one query or key (cuDNN)."""
+    """Counts a pass of a shape; returns whether the shape has come often. cuDNN takes no call of one query or key."""
     calls = attention_calls.calls_of("cudnn", place, q.shape[2], 0, longest, operation == "attention_backward")
     sizes = tuple([call.size for call in calls])
     if min(q.shape[2], *sizes) == 1:

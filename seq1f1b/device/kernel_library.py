@@ -109,7 +109,7 @@ def choose(name: str, q: Tensor) -> Operation | None:
 
 
 def wanted(name: str, device: torch.device) -> Operation | None:
-    """Returns our operation, unchecked; None if the device cannot run it or the environment rules it out.
+    """Returns our operation, unchecked; None if it is not built, not for the device, or ruled out by the environment.
 
     Raises:
         RuntimeError: the environment asks for our kernels, and their library was not built.
