@@ -1,6 +1,6 @@
-"""Comparisons by values: does a pipeline compute what the whole model does?
+"""Comparisons by values: does a pipeline compute the whole model's numbers?
 
-Begin with ``verify.py``, which runs both on one batch and compares losses, outputs and gradients. ``first_look.py``
-runs a stage on a few tokens in the first step of a shape, as one segment and as two; ``loss_look.py`` a loss.
-The engine asks for these by name (``seq1f1b/above.py``), and knows none of them.
+Begin with ``verify.py``: it runs pipeline and model on one batch and compares losses, outputs and gradients. In the
+first step of a shape, ``first_look.py`` compares a stage in two segments and in one, and ``loss_look.py`` a loss.
+The engine loads these modules by name (``seq1f1b/above.py``) and imports none of them.
 """

@@ -1,12 +1,12 @@
-"""Does a stage give a few tokens in two segments what it gives them in one? Runs it alone, forward only.
+"""Comparison of a stage on a few tokens in two segments with the stage on the whole sample, forward only.
 
-It runs on a sample, the first tokens of a unit, as two segments. If it returns what the step's unit did, all is well,
-with one exception: output that flows through weights of zero tells nothing. Otherwise it runs on the sample as one
-segment, too, and what differs by more than rounding in the stage's dtype is a finding: whatever mixes tokens shows,
-causal or not, and whatever counts them from zero. Its place is the first module whose arguments or results differ.
+The sample is the first tokens of a unit, and the stage runs alone. A stage without zero weights passes if the two
+segments return the outputs of the step's unit (outputs that flow through zero weights tell nothing). Otherwise the
+sample also runs as one segment. A difference above the rounding of the stage's dtype is a finding, placed at the first
+module that differs. Modules that mix tokens show, causal or not, and modules that count tokens from zero.
 
-A token counts as different only if it differs in every row: a router may send one token of a row to another expert,
-because its scores rounded otherwise.
+A token counts as different only if every row differs there: different rounding of its scores may make a router send one
+token of a row to another expert.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from seq1f1b.schedule import build_schedule
 
 __all__: list[str] = []
 
-_ROWS, _TOKENS = 2, 16  # of a sample, at most
-FEWEST = 8  # tokens of a unit that are sample enough; of a shorter one's, some come again
-# A token differs if it does by this much of its norm: by the coarsest eps with which the stage computes, of bfloat16,
-# of float16 and TF32, of float32, of float64. The types of docs/reference/models.md, which are right, differ by 4e-7 in
-# float32 and by 1.2e-2 in bfloat16 at most.
+_ROWS, _TOKENS = 2, 16  # largest sample
+FEWEST = 8  # tokens that make a sample; a shorter unit's tokens are repeated
+# (eps, difference relative to a token's norm): the first row below the coarsest eps of the stage's dtypes holds. Rows:
+# bfloat16; float16 and TF32; float32; float64. The correct model types of docs/reference/models.md differ by at most
+# 4e-7 in float32 and 1.2e-2 in bfloat16.
 _LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
 _TF32 = 1e-3
-_MOST = 1 << 20  # elements of a tensor between modules that is looked at
-_alone = threading.Lock()  # of ranks that are threads, one at a time puts back what modules keep
+_MOST = 1 << 20  # elements of the largest tensor compared between modules
+_alone = threading.Lock()  # ranks in threads share modules: only one rank at a time saves and restores module state
 
 
 # -- a few tokens of a unit's arguments --------------------------------------------------------------------------------
@@ -52,13 +52,13 @@ _alone = threading.Lock()  # of ranks that are threads, one at a time puts back 
 
 @dataclass
 class Sample:
-    """The first tokens of a unit's arguments, and of what it returned.
+    """The first tokens of a unit's arguments and outputs.
 
     Attributes:
         values: the positional and the keyword arguments.
-        dims: of each tensor in them, as they come, the dimension of its tokens; -1: it has none.
+        dims: token dimension of each tensor in ``values``, in order; -1: a tensor without tokens.
         sizes: tokens of the two segments.
-        outputs: tensors that the unit returned; none if it is not known where their tokens are.
+        outputs: tensors returned by the unit; empty if their token dimension is unknown.
     """
 
     values: Any
@@ -67,7 +67,7 @@ class Sample:
     outputs: Sequence[Tensor] = ()
 
     def arguments(self, begin: int, length: int) -> Any:
-        """The arguments for some of the tokens."""
+        """Returns the arguments for ``length`` tokens from ``begin``."""
         dims = iter(self.dims)
 
         def part(tensor: Tensor) -> Tensor:
@@ -78,17 +78,17 @@ class Sample:
 
 
 def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sample | None:
-    """Copies the first tokens of a unit's arguments; None if it is not known where they are.
+    """Copies the first tokens of a unit's arguments; returns None if their token dimension is unknown.
 
-    Tokens lie along ``seq_dim``, as keyword arguments have them that are sliced. Another stage may hand on another
-    layout, in which one dimension alone has so many.
+    Tokens lie along ``seq_dim``, as in sliced keyword arguments. In another layout from an earlier stage, the only
+    dimension of the segment's length holds the tokens.
     """
     rules, seq_dim = step.batch.arg_rules, step.batch.seq_dim
     kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
     most = min(_TOKENS, length if length >= FEWEST else sum(step.batch.rows[unit.microbatch]))
     is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
     tensors = tensors_of((inputs, kwargs))
-    if not is_known or not tensors_of(inputs) or most < 2:  # a mask, say: nobody knows what it is for other tokens
+    if not is_known or not tensors_of(inputs) or most < 2:  # a mask, for example, has no known value for other tokens
         return None
     dims = [dim for tensor in tensors if (dim := _tokens_of(tensor, seq_dim, length)) is not None]
     if len(dims) < len(tensors) or dims[0] == -1:
@@ -101,7 +101,7 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
 
 
 def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> None:
-    """Copies what a unit returned for its sample."""
+    """Copies a unit's outputs for the tokens of its sample."""
     tensors, length = tensors_of(output), step.lengths[unit.cell]
     dims = [_tokens_of(tensor, step.batch.seq_dim, length) for tensor in tensors]
     known = [(tensor.detach(), dim) for tensor, dim in zip(tensors, dims, strict=True) if dim is not None and dim >= 0]
@@ -111,7 +111,7 @@ def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -
 
 
 def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
-    """The dimension of a tensor's tokens; -1: it has none; None: nobody knows."""
+    """Returns the token dimension of a tensor; -1: no tokens; None: several dimensions may be the tokens'."""
     if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length:
         return seq_dim
     found = [dim for dim, size in enumerate(tensor.shape) if size == length]
@@ -123,23 +123,23 @@ def _row_of(tensor: Tensor, dim: int) -> int:
 
 
 def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_first: bool) -> Tensor:
-    """A copy of some tokens of a tensor. is_first: it is that of the tokens, which may stand anywhere."""
+    """Copies some tokens of a tensor. ``is_first``: the tensor holds the tokens themselves, so their order is free."""
     if dim < 0:
         return tensor.clone()
     row = _row_of(tensor, dim)
     has_rows = row != dim and tensor.shape[row] == rows and (dim > 0 or tensor.dim() > 2)
     if has_rows:
         tensor = tensor.narrow(row, 0, min(_ROWS, rows))
-    wanted = torch.arange(sum(sizes), device=tensor.device)  # a short unit's come again, of others the last one does
+    wanted = torch.arange(sum(sizes), device=tensor.device)  # a short unit repeats its tokens, a short mask its last
     wanted = wanted % tensor.shape[dim] if is_first else wanted.clamp(max=tensor.shape[dim] - 1)
     tokens = tensor.index_select(dim, wanted)
-    if has_rows and rows < _ROWS:  # another row has the tokens in another order
+    if has_rows and rows < _ROWS:  # the second row holds the tokens in another order
         tokens = torch.cat([tokens, tokens.roll(1 + sum(sizes) // 3, dim) if is_first else tokens], row)
     return _varied(tokens, dim) if is_first else tokens
 
 
 def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
-    """Tokens of two segments of unequal length; neither is a size of the stage, nor is their sum, if that can be."""
+    """Returns the tokens of two unequal segments; if possible, both sizes and their sum are not in ``taken``."""
     unwanted = taken | {_ROWS}
     for length in range(most, max(2, most // 2), -1):
         for size in range(length // 2 + 1, length - 1):
@@ -150,7 +150,7 @@ def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
 
 
 def _varied(tokens: Tensor, dim: int) -> Tensor:
-    """Tokens that are all alike would hide what mixes them: these differ."""
+    # Equal tokens would hide a module that mixes tokens.
     if bool((tokens != tokens.narrow(dim, 0, 1)).any()):
         return tokens
     numbers = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
@@ -166,16 +166,14 @@ Event: TypeAlias = "tuple[int, int, str, int]"
 how many of these came before."""
 
 
-_Values: TypeAlias = "dict[Event, list[Tensor | None]]"  # of a segment
+_Values: TypeAlias = "dict[Event, list[Tensor | None]]"  # for one segment
 _OUTPUT: Event = (0, 0, "stage", 0)
 
 
 @contextmanager
 def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Iterator[None]:
-    """Copies the arguments and results of modules in a unit, in order. Large tensors are left out.
-
-    Hooks would be seen by ranks that are threads and share a module.
-    """
+    """Copies the arguments and results of the unit's modules, in order, without large tensors."""
+    # Forward hooks would also run for ranks in other threads of a shared module, so __call__ is replaced.
     call, stack = nn.Module.__call__, [0]
 
     def note(maker: int, module: nn.Module, kind: str, value: Any) -> None:
@@ -203,11 +201,11 @@ def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Ite
 
 
 class Look:
-    """Runs of one stage by itself.
+    """Runs of one stage outside the pipeline.
 
     Args:
-        stage: its module, index and device are read.
-        shares_generators: other threads draw from the same generators, which are therefore not put back.
+        stage: holder of the module, index and device.
+        shares_generators: whether other threads draw from the generators too; a look then leaves them unrestored.
     """
 
     def __init__(self, stage: Any, sample: Sample, *, shares_generators: bool) -> None:
@@ -219,18 +217,18 @@ class Look:
         self._sizes = sizes_of(self._modules)
         named = ((part, part.named_parameters(recurse=False)) for part in self._parts)
         self._zero = [part for part, own in named if any(_is_zero(name, p) for name, p in own)]
-        self._watches: list[Watch] = []  # of all segments
+        self._watches: list[Watch] = []  # for all segments
 
     def findings(self) -> list[Finding] | None:
-        """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
+        """Returns the findings; None if the stage cannot run alone, for example because it draws random numbers."""
         sizes, place = self._sample.sizes, f"stage {self._stage.index}"
         try:
             first, second = self._run(sizes)
             whole = {} if self._is_as_in_step(first, second) else self._run((sum(sizes),))[0]
-            with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
+            with torch._C.DisableTorchFunction():  # a verification's mode counts the stage's operations, not ours
                 found = list(_differences(whole, first, second, sizes, self._least()))
                 told = any(self._tells(event) for event, _, _ in found)
-        except Exception:  # of a stage that takes no other number of tokens, say
+        except Exception:  # for example from a stage that takes a fixed number of tokens
             return None
         dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
         shared = [
@@ -239,7 +237,7 @@ class Look:
         return [*([self._explained(*found[0])] if told else []), *shared]
 
     def _is_as_in_step(self, first: _Values, second: _Values) -> bool:
-        """Whether the stage returned the same in the step's unit, and no weights are zero."""
+        """Returns whether the two segments equal the output of the step's unit and no weights are zero."""
         outputs, sizes = self._sample.outputs, self._sample.sizes
         triples = zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
         given = [list(_ways(*tensors, sizes)) for tensors in triples]
@@ -249,8 +247,8 @@ class Look:
             return not any(_differences({_OUTPUT: list(outputs)}, first, second, sizes, self._least()))
 
     def _run(self, sizes: Sequence[int]) -> list[_Values]:
-        """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers."""
-        from seq1f1b.checks.verify_runs import alone  # it needs the runner, which lists the features, a look among them
+        """Returns each segment's tensors to compare. Raises RuntimeError if the stage has drawn random numbers."""
+        from seq1f1b.checks.verify_runs import alone  # not at the top: the runner lists its features, a look included
 
         result, device = list[_Values](), self._stage.device
 
@@ -262,7 +260,7 @@ class Look:
             self._watches.append(watch)
             args, kwargs = self._sample.arguments(begin, length)
             values: _Values = {}
-            # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
+            # State that the module itself keeps between segments has no gradient and belongs to no micro-batch.
             kept = keep_state(self._modules, None, parameters=False, gradients=False)
             with _alone, kept, _noted(self._parts, unit, values), watch:
                 output = self._module(*args, **kwargs)
@@ -291,7 +289,7 @@ class Look:
         return result
 
     def _least(self) -> float:
-        """The smallest difference that counts, relative."""
+        """Returns the smallest relative difference of a token that counts."""
         given = [*tensors_of(self._sample.values), *(p for module in self._modules for p in module.parameters())]
         dtypes = {t.dtype for t in given if t.is_floating_point() and t.dtype.itemsize > 1}
         eps = max([torch.finfo(dtype).eps for dtype in dtypes or {torch.float32}])
@@ -302,19 +300,16 @@ class Look:
         return next(least for above, least in _LEAST if eps > above)
 
     def _tells(self, event: Event) -> bool:
-        """Whether a difference there is the stage's: in its output, or in what flows into weights that are zero.
-
-        No output tells of the latter, as of projections before their first step. A module's own parameter that is zero
-        may scale what its children return; what is carried makes that good.
-        """
+        """Returns whether a difference at the event is the stage's: in its output, or before zero weights."""
+        # Zero weights, as of projections before their first step, hide a difference from the output.
         _, module, kind, _ = event
-        if kind == "out":
+        if kind == "out":  # a zero parameter may scale the results of the children; carried state may correct these
             carries = any("carries" in watch.noted for watch in self._watches)
             return not carries and any(module == id(child) for part in self._zero for child in part.children())
         return event == _OUTPUT or any(module == id(part) for part in self._zero)
 
     def _explained(self, event: Event, is_causal: bool, error: float) -> Finding:
-        """Names the module that differs first, and says what that means."""
+        """Returns the finding for an event: the module's name and the likely cause."""
         place, maker = f"stage {self._stage.index}", event[0]
         for name, part in ((name, part) for module in self._modules for name, part in module.named_modules()):
             if id(part) == maker or (not maker and part is self._module):
@@ -335,7 +330,7 @@ def _is_zero(name: str, parameter: Tensor) -> bool:
     is_floating = is_plain(parameter) and parameter.is_floating_point()
     if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
         return False
-    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # of most, these tell
+    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # enough for most parameters
     return not bool(first.any()) and not bool(parameter.any())
 
 
@@ -345,12 +340,12 @@ def _is_zero(name: str, parameter: Tensor) -> bool:
 def _differences(
     whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
 ) -> Iterator[tuple[Event, bool, float]]:
-    """Yields the events that differ between a run as one segment and one as two, in order.
+    """Yields the events that differ between runs in one and in two segments, in order.
 
     Args:
-        allowed: the largest error of a token that is none, relative to its norm.
+        allowed: largest error of a token by rounding alone, relative to the token's norm.
     Returns:
-        each event, whether the first segment is as in the whole, and the largest error of a token.
+        each event, whether the first segment agrees with the whole, and the largest error of a token.
     """
     for event in (event for event in whole if event in first and event in second):
         found = list[Tensor]()
@@ -363,7 +358,7 @@ def _differences(
 
 
 def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """The tokens' dimension, and the tensors; in two ways where tokens and rows share a dimension."""
+    """Yields the token dimension and the tensors; twice if tokens and rows share a dimension, for the two layouts."""
     length, tensors = sum(sizes), (one, first, second)
     is_strided = all(type(t) is Tensor and t.layout == torch.strided and not t.is_nested for t in tensors)
     for dim, size in enumerate(one.shape if is_strided else ()):
@@ -380,17 +375,17 @@ def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator
 
 
 def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:
-    """The error of each token, in the row where this error is the smallest."""
+    """Returns the error of each token in the row with the smallest error."""
     row = next((i for i, size in enumerate(one.shape) if i != dim and size == _ROWS), None)
     a, b = (_by_token(t, row, dim) for t in (one, other))
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, b - a).norm(dim=2).nan_to_num(math.inf)
     size = a.nan_to_num(0.0, 0.0, 0.0).norm(dim=2)
-    size = size.maximum(0.1 * size.square().mean().sqrt())  # a token may be near zero where others are not
+    size = size.maximum(0.1 * size.square().mean().sqrt())  # a single token's values may be near zero
     return torch.where(apart == 0.0, 0.0, apart / size).amin(0)
 
 
 def _by_token(tensor: Tensor, row: int | None, dim: int) -> Tensor:
-    """(rows, tokens, rest), float64."""
+    """Returns the tensor as (rows, tokens, rest) in float64."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     tensor = tensor.movedim(dim, 0)[None] if row is None else tensor.movedim((row, dim), (0, 1))
     return tensor.reshape(*tensor.shape[:2], -1).double()

@@ -1,4 +1,4 @@
-"""Parameters of two stages that are bit-equal, though nobody has listed them as tied: likely one of the model."""
+"""Search for bit-equal parameters of two stages outside the ``tied_parameters``: likely one parameter of the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
-_SAMPLE, _FEWEST = 256, 8  # values of a parameter that are compared, and different bytes among them
+_SAMPLE, _FEWEST = 256, 8  # compared values of a parameter, and the fewest different bytes among them
 
 
 @sendable
 class Unlisted(NamedTuple):
-    """
+    """A parameter outside the list of ties.
+
     Attributes:
-        place: of its stage, in words; kind: type of the module that holds it.
-        order: how many parameters of its stage come before it.
-        values: shape, dtype, and sums over a sample of its bytes.
+        place: the stage, in words.
+        kind: type of the module that holds the parameter.
+        order: position among the stage's unlisted parameters, from 0.
+        values: shape, dtype, and sums over a sample of the bytes.
     """
 
     place: str
@@ -38,11 +40,11 @@ class Unlisted(NamedTuple):
 
 
 def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[Unlisted]:
-    """The parameters that are not listed and whose values are not a constant's.
+    """Returns the unlisted parameters whose values are no constant.
 
     Args:
-        modules: of this rank, each with its place in words.
-        listed: ids of the parameters that are.
+        modules: this rank's modules, each with its place in words.
+        listed: ids of the listed parameters.
     """
     seen = set(listed)
     found: list[Unlisted] = []
@@ -66,10 +68,10 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
 
 
 def look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> list[str]:
-    """Returns the pairs in words. Warns, on the rank of the first one, of those that are likely one parameter.
+    """Returns the bit-equal pairs in words. Warns of likely ties on the rank of a pair's first parameter.
 
     Args:
-        everyones: what :func:`unlisted` has found, by rank.
+        everyones: results of :func:`unlisted` by rank.
     """
     found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
     for rank, each in ((rank, each) for rank, theirs in enumerate(everyones) for each in theirs):
@@ -84,8 +86,8 @@ def look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> lis
     for rank, first, second in (pair for pair in pairs if len(pair[1].values[0]) > 1):
         both = f"{first.name} of {first.place} and {second.name} of {second.place}"
         found.append(both)
-        # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either
-        # more of their parameters are equal, or these are the first ones of their stages.
+        # Layers made from one seed, or copied, are equal without a tie. Their modules have one type, and either more
+        # of their parameters are equal, or the equal parameters are the first of their stages.
         is_alone = stages[first.place, second.place] == 1
         is_tie = first.kind != second.kind or (is_alone and first.order + second.order > 0)
         if is_tie and rank == own_rank:

@@ -1,11 +1,10 @@
-"""Looks at a stage in the first step of a shape for what mixes tokens without the engine's knowledge.
+"""Check of a stage in the first step of a shape, for modules that mix tokens without the engine's knowledge.
 
-At the end of that step, once all units have run, the stage gets a few tokens of its first unit again: as two segments
-and, unless it returns what it did in the unit, as one (``by_values.py``). The values tell. Some stages cannot be run by
-themselves: under FSDP2 and ``sequence_parallel``, those that talk to other processes or draw random numbers, those that
-get arguments of which nobody knows what they are for other tokens, and those that take no other number of tokens. There
-it only counts whether the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is
-looked at.
+At the end of the step, after all units, the stage runs again on a few tokens of its first unit: as two segments and,
+if the outputs differ from the unit's, as one (``by_values.py``). Some stages cannot run alone: stages under FSDP2 or
+``sequence_parallel``, stages that talk to other processes or draw random numbers, stages with arguments of unknown
+value for other tokens, and stages that take a fixed number of tokens. For these stages the check only finds whether the
+unit F0.1 calls attention other than ``causal_attention`` (``watch.py``). Later steps are not checked.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ __all__: list[str] = []
 
 
 class Looking(Part):
-    """Looks at a stage once for every kind of step: training or not, with these keyword arguments."""
+    """The check of a stage, once for every kind of step: training or not, and names of keyword arguments."""
 
     needs = "is_new"
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         self.is_idle = options.attention == "unchecked"
         self._shares_tokens = options.sequence_parallel != (0, 1)
-        self._known: set[Any] = set()  # kinds of steps that values have told of
+        self._known: set[Any] = set()  # kinds of steps already compared by values
 
     def start(self, step: StageStep) -> bool:
         arguments, stage = step.batch, step.stage
-        # F0.1, or that of the first micro-batch of several segments.
+        # The watched unit is the second segment of the first micro-batch that has several: F0.1, as a rule.
         several = next((m for m, row in enumerate(arguments.rows) if len(row) > 1), None)
         if several is None:
             return False
         parameters = [p for module in stage.modules for p in module.parameters()]
         is_sharded = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(hasattr(p, "to_local") for p in parameters)
         why = "shares its tokens with other ranks" if self._shares_tokens else "is sharded" if is_sharded else ""
-        # Why the stage cannot be run by itself; "" if it can.
+        # The reason why the stage cannot run alone; "" if there is none.
         self._why = "has no values" if any(p.is_meta for p in parameters) else why
         rows = arguments.rows
-        self._cell = sum(map(len, rows[:several])) + 1  # of the unit that is watched
-        first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
+        self._cell = sum(map(len, rows[:several])) + 1  # the watched unit's
+        first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # a first segment of 8 tokens, if possible
         self._first = sum(map(len, rows[:first]))
         self._sample: Sample | None = None
         self._kind: Any = None
@@ -75,14 +74,14 @@ class Looking(Part):
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
         if unit.cell == self._first and self._sample is not None and not unit.is_again:
-            with suppress(Exception):  # of a tensor that is not copied by rows, say: a look must not end a right step
+            with suppress(Exception):  # a tensor may not be copied by rows, and a check must not end a correct step
                 take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
         stage, arguments = self._step.stage, self._step.batch
         before = _collectives(stage.group and stage.group.process_group)
-        if any(map(is_compiled, stage.modules)):  # it would be traced again
+        if any(map(is_compiled, stage.modules)):  # a watch would trigger another trace
             yield
         else:
             row, kwargs = arguments.rows[unit.microbatch], self._step.kwargs_of(unit)
@@ -106,10 +105,10 @@ class Looking(Part):
         if found is not None:
             self._figures = {"look_seconds": time.perf_counter() - start}
             stage.findings.judge(found)
-            self._known.add(self._kind)  # unless that was an error, which comes in every try
+            self._known.add(self._kind)  # not after an error of judge: the next try raises the error again
             return
         watch = self._watch
-        if watch is not None and watch.foreign and "attends" not in watch.noted:  # each segment would see itself only
+        if watch is not None and watch.foreign and "attends" not in watch.noted:  # a segment would only see itself
             what = f"{watch.foreign} in each segment alone"
             stage.findings.judge([Finding(ATTENTION, f"stage {stage.index}", what)])
         why = self._why or "draws random numbers, or takes no other tokens or arguments"
@@ -123,9 +122,9 @@ class Looking(Part):
 
 
 def _collectives(own: Any) -> list[int]:
-    """How many operations this process has begun in each of its process groups but the pipeline's own.
+    """Returns the number of collectives begun by this process in each process group except the pipeline's own.
 
-    A stage that does so, as with experts or tensors over several processes, must not run more often than the others'.
+    A stage with collectives, as with experts over several processes, must not run more often than its partners.
     """
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized():
@@ -135,6 +134,6 @@ def _collectives(own: Any) -> list[int]:
         if group is not own:
             try:
                 counts.append(group._get_sequence_number_for_group())
-            except RuntimeError:  # of a backend that does not count
+            except RuntimeError:  # from a backend without a count
                 counts.append(-1)
     return counts

@@ -1,9 +1,9 @@
-"""Looks at a loss in the first step of a shape: do its segments, weighted as they are, make the loss of the whole?
+"""Check of a loss in the first step of a shape: do the weighted losses of the segments add up to the whole loss?
 
-They do if the loss divides by what the engine counts, and no token's depends on another token. Its value says little,
-because an untrained model's is the same for every token; so the gradients of a few tokens' outputs are compared, of
-which a wrong divisor changes each. Outputs are scaled, each by a factor of its own: a ratio to the model as it was is 1
-for every token in the first step, and would hide what it depends on.
+The sum is right if the loss divides by the engine's count of targets and no token's loss depends on another token. The
+loss of an untrained model is equal for all tokens, so its value says little. The check therefore compares gradients of
+a few tokens' outputs, because a wrong divisor changes every gradient. Each output is scaled by a factor of its own: a
+ratio to a reference model is 1 for every token in the first step, and would hide its dependence on other tokens.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ __all__: list[str] = []
 
 Sizes: TypeAlias = "Mapping[int, Sequence[int]]"
 
-_MOST = 1 << 20  # elements of the outputs that are compared: 4 MiB in float32
-_LEAST_TOKENS = 8  # of each segment
-_SHARE = 8  # all tokens together are so small a part of a segment: the head may be in the loss, and logits are large
-_DIFFERS, _DIFFERS_NARROW = 1e-3, 5e-2  # relative; in float32, and where anything is computed in 16 bits
+_MOST = 1 << 20  # compared elements of the outputs: 4 MiB in float32
+_LEAST_TOKENS = 8  # per segment
+_SHARE = 8  # all compared tokens are at most 1/8 of a segment, because a head in the loss makes large logits
+_DIFFERS, _DIFFERS_NARROW = 1e-3, 5e-2  # relative difference in float32, and with any 16-bit dtype
 
 
 class LossLook:
-    """Some segments of one micro-batch, as they come; a few tokens of each of their parts.
+    """A few tokens of some segments of one micro-batch, collected during the step.
 
     Args:
-        microbatch: whose segments it takes.
-        sizes: by segment, the tokens of its parts: one, or several siblings, or the halves of the only segment.
-        count: counts one part's targets; None: segments are summed.
+        microbatch: index of the micro-batch.
+        sizes: tokens of each segment's parts: one part, several siblings, or the halves of the only segment.
+        count: counts one part's targets; None: losses of segments are summed.
         dim: the sequence dimension.
-        is_halved: tokens of a part may depend on the other one: only a divisor can be wrong.
+        is_halved: whether parts are halves of one segment. Tokens may then depend on the other half, so only a wrong
+            divisor is a finding.
     Attributes:
-        cause: of what was found.
+        cause: kind of the finding.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class LossLook:
         self._is_believed = False
 
     def take(self, output: Any, target: Any, segment: int, leaves: bool) -> bool:
-        """Keeps a copy of some of a segment's tokens. Returns whether all segments have come.
+        """Keeps a copy of some of a segment's tokens. Returns whether all segments are there.
 
         Args:
-            leaves: the loss carries state from segment to segment, or runs a backward itself. It is believed, and not
-                called again; nor is one whose input has no tokens.
+            leaves: whether the loss carries state between segments or runs a backward itself. Such a loss is trusted
+                without a second call, like a loss whose input has no tokens.
         """
         length, begin = sum(self.sizes[segment]), 0
         tensors = tensors_of(output)
@@ -80,16 +81,16 @@ class LossLook:
         return len(self._parts) == self._num_parts
 
     def difference(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any], device: torch.device) -> str:
-        """Compares the gradient of the parts with that of the whole; says in words what is wrong, or returns "".
+        """Compares the gradient of the parts with the gradient of the whole, and returns the error in words or "".
 
-        Nothing can be compared if the loss draws random numbers or does not take fewer tokens.
+        A loss that draws random numbers or refuses fewer tokens cannot be compared: the result is "".
         """
         state = RandomState(device)
         try:
             with torch.enable_grad(), uncompiled():
                 found = self._compare(loss_fn, kwargs)
             return "" if found is None or not state.is_current() else found
-        except Exception:  # of a loss that does not take other lengths, say: a look must not end a right step
+        except Exception:  # a loss may refuse other lengths, and a check must not end a correct step
             return ""
         finally:
             state.restore()
@@ -107,16 +108,16 @@ class LossLook:
 
         def gradients(output: Any, target: Any, count: float, of: Sequence[Tensor]) -> Sequence[Tensor | None]:
             loss = loss_fn(output, target, **kwargs)
-            if isinstance(loss, tuple):  # sums with their divisors are added, and so are losses of tokens
+            if isinstance(loss, tuple):  # (sum, divisor) and losses by token have no wrong divisor: sums are added
                 self.cause, loss = COUPLING, loss[0]
             elif loss.numel() > 1:
                 self.cause, loss = COUPLING, loss.sum() / total
             else:
                 loss = loss * (count / total)
-            with torch.autocast(every[0].device.type, enabled=False):  # as every backward
+            with torch.autocast(every[0].device.type, enabled=False):  # as in every backward
                 return torch.autograd.grad(loss, of, allow_unused=True)
 
-        apart: list[Tensor | None] = []  # what one part saves is gone before the next
+        apart: list[Tensor | None] = []  # one part at a time: each graph is freed before the next
         for leaf, own, (_, target), count in zip(leaves, flat, parts, counts, strict=True):
             apart += gradients(leaf, target, count, own)
         together = gradients(self._joined(leaves), self._joined([target for _, target in parts]), total, every)
@@ -141,7 +142,7 @@ class LossLook:
 
 
 def look_of(step: Weighting) -> LossLook | None:
-    """Makes the look at the loss in the first step of a shape; None if there is nothing to compare."""
+    """Returns the check of the loss for the first step of a shape; None if there is nothing to compare."""
     options = step.options
     if options.head is not None:
         return None
@@ -153,15 +154,15 @@ def look_of(step: Weighting) -> LossLook | None:
     if not found:
         return None
     m = min(found, key=lambda m: sum(map(count_values, tensors_of(step.batch.target[m]))))
-    if step.arguments.trees is not None:  # most siblings, or the most segments of a path
+    if step.arguments.trees is not None:  # the most siblings, or the longest path
         m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
     return LossLook(m, found[m], step.count, options.seq_dim, is_halved)
 
 
 def _looked_at(step: Weighting, m: int) -> dict[int, Sequence[int]]:
-    """Tokens of the segments of a micro-batch, and of siblings in them, whose losses make that of all together.
+    """Returns the tokens of the parts of a micro-batch's segments whose losses must add up to the whole loss.
 
-    In a tree they are those of a segment of siblings, or of the longest path.
+    In a tree, the segments are one with siblings, or the longest path.
     """
     first = sum(map(len, step.rows[:m]))
     counted = [s for s in range(len(step.rows[m])) if step.shares[first + s] > 0.0]
@@ -176,7 +177,7 @@ def _looked_at(step: Weighting, m: int) -> dict[int, Sequence[int]]:
 
 
 def _scaled(tensor: Tensor) -> Tensor:
-    """A leaf of each element times a factor of its own, in 0.7..1: a probability stays one."""
+    """Returns a leaf whose elements are scaled by different factors in 0.7..1: a probability stays a probability."""
     if not tensor.is_floating_point():
         return tensor
     numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).view(tensor.shape)
@@ -184,8 +185,8 @@ def _scaled(tensor: Tensor) -> Tensor:
 
 
 def _is_divided(pairs: Sequence[tuple[Tensor, Tensor]], counts: Sequence[float]) -> bool:
-    """Whether parts differ from the whole by a factor each, as those of another divisor: they add up, or are alike."""
-    factors = [float((a * b).sum() / a.square().sum().clamp(min=1e-30)) for a, b in pairs]  # NaN of a loss of no target
+    """Returns whether a wrong divisor explains the difference: one factor per part; factors add up or are alike."""
+    factors = [float((a * b).sum() / a.square().sum().clamp(min=1e-30)) for a, b in pairs]  # NaN: loss without targets
     rest = max(float((b - f * a).norm() / b.norm()) for f, (a, b) in zip(factors, pairs, strict=True))
     divisors = [factor * count / sum(counts) for factor, count in zip(factors, counts, strict=True)]
     unlike = min(abs(sum(divisors) - 1.0), max(divisors) - min(divisors))
@@ -193,7 +194,7 @@ def _is_divided(pairs: Sequence[tuple[Tensor, Tensor]], counts: Sequence[float])
 
 
 def count_values(tensor: Tensor) -> int:
-    """A mask or padding is likeliest in targets that have few."""
+    """Returns the number of different values in up to about 4096 elements; few values suggest a mask or padding."""
     if tensor.is_meta:
         return 0
     flat = tensor.detach().reshape(-1)

@@ -1,7 +1,7 @@
-"""Does the pipeline compute what the whole model does? Runs both on one batch and compares every gradient.
+"""Comparison of every gradient of the pipeline with the whole model's, on one batch.
 
-The whole model is a second runner over the same stages, ranks and edges, with one segment and an order that runs one
-micro-batch after the other; its units count as outside a step, so ``causal_attention`` is plain attention there.
+A second runner over the same stages, ranks and edges runs the whole model: one segment, and one micro-batch after
+another. Its units count as outside a step, so ``causal_attention`` is plain attention there.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ __all__ = ["Verification", "verify_stage"]
 
 NOT_FINITE = "not finite"
 _SHOWN = 8  # parameters in the printed table
-# In float64 the pipeline and the whole model differ by 1e-12 where all is right, and by more than 1e-3 where something
-# is wrong. Between them lies what a model computes in float32 whatever its dtype: 6e-8, and a condition of 1e3.
+# In float64, a correct pipeline differs from the whole model by 1e-12 and a wrong one by more than 1e-3. Between these
+# lies the error of a model that computes parts in float32 whatever its dtype: 6e-8 times a condition of 1e3.
 _SAME = 1e-4
-# In the engine's dtype the yardstick is the whole model in that dtype: its distance from float64 is what rounding does
-# to this model and batch. Segments round in another order, so each parameter is allowed this many times as much, plus
-# as many roundings of one number, for what the whole model happens to round to exactly. Over 600 right models in fp32,
-# bf16 and fp16 the largest error was half of what is allowed.
+# In the engine's dtype, the whole model's distance from float64 shows the effect of rounding on this model and batch.
+# Segments round in another order, so each parameter may err by this factor times the distance, plus as many roundings
+# of one number, because the whole model may be exact by chance. For 600 correct models in fp32, bf16 and fp16, the
+# largest error was half of the allowed one.
 _ROUNDINGS = 4.0
 CUT = "the cut"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of :meth:`seq1f1b.PipelineEngine.verify`, equal on all ranks. ``str()`` is the table that it prints.
+    """Result of :meth:`seq1f1b.PipelineEngine.verify`, equal on all ranks. ``str()`` returns the printed table.
 
-    It is true or false as ``ok``, so ``assert engine.verify(...)`` checks it.
+    The truth value is ``ok``, so ``assert engine.verify(...)`` fails on a difference.
 
-    Errors are relative to the whole model's value: the norm of the difference, divided by the norm. A gradient smaller
-    than 1e-3 of the model's gradients (root mean square of their norms) is compared with that.
+    Errors are relative to the whole model's value: the norm of the difference, divided by the norm. For a gradient
+    smaller than 1e-3 of the root mean square of all gradients' norms, this bound is the divisor.
 
     Attributes:
-        ok: whether all errors are as small as rounding makes them; False if the whole model's loss or gradients are
-            not finite, so that there is nothing to compare with.
-        parameters: error of each parameter's gradient in the engine's dtype, by stage and name; and of the gradients of
-            inputs that require grad.
+        ok: whether rounding explains all errors; False if the whole model's loss or gradients are not finite, which
+            leaves nothing to compare with.
+        parameters: error of each parameter's gradient in the engine's dtype, by stage and name; also errors of the
+            gradients of inputs that require grad.
         loss_error, output_error: largest error of a micro-batch's loss, and of its output on the last stage.
-        allowed: what rounding explains of these errors, for each parameter, ``"loss"`` and ``"output"``.
-        exact: the errors with both sides in float64, by the same names; empty if there is no float64 reference.
-        causes: what is likely wrong, one line each; empty if ``ok``.
-        notes: how it was compared.
+        allowed: largest error explained by rounding, for each parameter, ``"loss"`` and ``"output"``.
+        exact: errors with both sides in float64, by the names of ``allowed``; empty without a float64 reference.
+        causes: likely causes of a difference, one line each; empty if ``ok``.
+        notes: facts about the comparison, such as its reference.
     """
 
     ok: bool
@@ -99,15 +99,15 @@ class Verification:
         return "\n".join([*lines, *self.notes])
 
 
-_MOST_STEPS = 16  # five runs, and what meets again before and between them
+_MOST_STEPS = 16  # five runs, and the meetings of ranks before and between them
 
 
 def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any = None) -> Verification:
     """Runs ``engine.verify``.
 
     Args:
-        dtype: of the reference; None: float64 if it fits.
-        model: the reference, on rank 0; None on all ranks: the stages in a chain.
+        dtype: dtype of the reference; None: float64 if memory allows.
+        model: the reference, on rank 0; None on all ranks: the stages in a chain are the reference.
     """
     with runner.pipeline.group.as_one(_MOST_STEPS):
         return _verify(runner, arguments, dtype, model)
@@ -119,7 +119,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
     everyones = group.all_gather_object([str(_own_dtype(runner)), _fits(runner), model is not None])
     if arguments.rows is None:
         runner.settle(arguments)
-    runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
+    runner.pipeline.tied.compare(always=True)  # makes tied parameters equal before a run copies them
     whole = WholeModel(runner, arguments, model) if any(given for *_, given in everyones) else None
     fits = all(fits for _, fits, _ in everyones) and (whole is None or whole.fits_wide)
     own = sorted({name for name, *_ in everyones})
@@ -138,7 +138,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
                 truth = run_whole(wide)
                 where = _first_not_finite(runner, truth)
                 problem = f"is not finite in {wide}: {where}." if where else ""
-            except NotRun as error:  # a stage that takes one dtype only, say
+            except NotRun as error:  # for example a stage for one dtype only
                 problem = f"does not run in {wide}: {error}"
             if problem:
                 notes.append(f"The whole model {problem}")
@@ -180,7 +180,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
 
 
 def _without_module(cut: Verification) -> str:
-    """Says what is known of stages whose modules all return what the model's do."""
+    """Returns the cause, in words, for wrong stages whose modules all return the model's values."""
     is_output = cut.output_error > cut.allowed["output"] or cut.exact.get("output", 0.0) > _SAME
     if is_output:
         return "all modules return what the model's do, and the output is another one: look at the code between modules"
@@ -192,7 +192,7 @@ def _without_module(cut: Verification) -> str:
 
 
 def _first_not_finite(runner: Runner, run: Pass) -> str:
-    """The place, of all ranks, where the run's loss or gradients became infinite or NaN; "" if they are finite."""
+    """Returns the first place, over all ranks, with an infinite or NaN loss or gradient; "" if all are finite."""
     found = [place for place in runner.pipeline.group.all_gather_object(run.not_finite) if place]
     return str(min(found)[1]) if found else ""
 
@@ -203,16 +203,16 @@ def _first_not_finite(runner: Runner, run: Pass) -> str:
 def verify_stage(
     module: nn.Module, sample: Tensor, segments: int | Sequence[int] = 2, *, seq_dim: int = 1, show: bool = True
 ) -> Verification:
-    """Runs one module on a whole sample and in segments, and compares its output and gradients. Needs no group.
+    """Runs one module on a whole sample and in segments, and compares output and gradients. Needs no group.
 
-    The loss is half the squared distance of the output from fixed values that look random. The state of the module
-    does not change.
+    The loss is half the squared distance of the output from fixed pseudo-random values. The module's state does not
+    change.
 
     Args:
         module: takes ``sample`` and returns a tensor, both with the tokens along ``seq_dim``: (batch, tokens, ...).
-        sample: if it is floating, its gradient is compared, too.
-        segments: their number, or the tokens of each.
-        show: prints the result.
+        sample: input of the module; the gradient of a floating-point sample is compared, too.
+        segments: number of segments, or the tokens of each.
+        show: whether to print the result.
     """
     count, sizes = (segments, None) if isinstance(segments, int) else (len(segments), list(segments))
     engine = LoneEngine(
@@ -237,7 +237,7 @@ def verify_stage(
 
 
 def _distance_from_fixed(output: Tensor, positions: Tensor) -> Tensor:
-    """Half the squared distance from values that look random and depend on a token's position in the sequence."""
+    """Returns half the squared distance from pseudo-random values that depend on a token's position."""
     rest = output.dim() - positions.dim()
     others = math.prod(output.shape) // output.shape[positions.dim() - 1]
     shape = [1 if dim == positions.dim() - 1 else size for dim, size in enumerate(output.shape)]
@@ -272,14 +272,14 @@ def _own_dtype(runner: Runner) -> torch.dtype:
 
 
 def _fits(runner: Runner) -> bool:
-    """Whether float64 fits in the memory that is free: values, gradients twice, and one micro-batch's activations."""
+    """Returns whether free memory holds values, gradients twice and a micro-batch's activations in float64."""
     activations = 0.0
     if runner.last_step is not None:
         measured = sum(stage.saved for stage in runner.activations.values())  # bytes per token
         activations = measured * sum(runner.last_step.sizes) * 64 / torch.finfo(_own_dtype(runner)).bits
     wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
     free = free_bytes(runner.pipeline.device)
-    is_shared = runner.pipeline.device.type != "cuda"  # as if all ranks were on this machine
+    is_shared = runner.pipeline.device.type != "cuda"  # assumes that all ranks are on this machine
     return wanted < (free / runner.pipeline.num_ranks if is_shared else free)
 
 
@@ -287,11 +287,13 @@ def _fits(runner: Runner) -> bool:
 
 
 class _Comparison:
-    """The errors of all ranks, gathered, and what they mean. Numbers and texts only cross between ranks.
+    """The gathered errors of all ranks and their likely causes. Ranks exchange only numbers and texts.
 
     Args:
-        truth: the whole model in the reference's dtype; plain: in the engine's; found: the pipeline in the engine's
-            dtype; exact: in the reference's, None if that is the engine's.
+        truth: run of the whole model in the reference's dtype.
+        plain: run of the whole model in the engine's dtype.
+        found: run of the pipeline in the engine's dtype.
+        exact: run of the pipeline in the reference's dtype; None if the engine has this dtype.
     """
 
     def __init__(self, runner: Runner, truth: Pass, plain: Pass, found: Pass, exact: Pass | None) -> None:
@@ -314,7 +316,7 @@ class _Comparison:
         self._seen = dict.fromkeys(text for texts in everyones[4] for text in texts)
         rows = [row for theirs in everyones[0] for row in theirs]
         floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
-        # Errors of the plain, the found and the exact run by name; and their root mean squares over the gradients.
+        # Errors of the plain, the found and the exact run by name; then the root mean squares over the gradients.
         self._errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
         columns = list(zip(*self._errors.values(), strict=True)) or [(), ()]
         self._common = [math.sqrt(sum(e**2 for e in column) / max(1, len(column))) for column in columns]
@@ -324,7 +326,7 @@ class _Comparison:
         }
 
     def _first_segment(self, found: Pass, truth: Pass, dim: int) -> int:
-        """The first segment whose output differs; k if none does."""
+        """Returns the first segment whose output differs; k if all agree."""
         first = self._num_segments
         for mine, theirs in zip(found.outputs, truth.outputs, strict=False):
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
@@ -335,10 +337,11 @@ class _Comparison:
         return first
 
     def verdict(self, differences: Sequence[str] = (), *, is_compared: bool = True) -> Verification:
-        """
+        """Returns the result of the comparison.
+
         Args:
-            differences: what is known to differ, beside numbers.
-            is_compared: False: the whole model itself gave numbers that are not finite, as ``differences`` says.
+            differences: known differences, beside those of numbers.
+            is_compared: False if the whole model's numbers are not finite; ``differences`` then holds the place.
         """
         errors, eps = dict(self._errors), self._eps
         allowed, right = {}, {}
@@ -357,7 +360,7 @@ class _Comparison:
         return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
-        """Likely causes: those seen in the stages' forwards, else the one that the numbers tell."""
+        """Returns the likely causes: findings from the stages' forwards or, without any, a cause from the numbers."""
         causes = list(self._seen)
         if self._draws:
             causes.append(
@@ -398,11 +401,11 @@ def _ratio(distance: float, norm: float) -> float:
 
 
 def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
-    """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
+    """Returns the largest error, relative to the truths' root mean square."""
     if len(values) != len(truths):
         return math.inf
-    finite = [norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
+    finite = [norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]  # a mean, as one micro-batch's loss may be near zero
     scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
-    # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
+    # An output without tokens has another shape in segments; its errors show in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
     return max((_ratio(distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)

@@ -1,7 +1,7 @@
-"""The model itself as the reference of a verification: it runs whole on rank 0, with the values that the stages hold.
+"""The model itself as the reference of a verification: rank 0 runs the whole model with the values of the stages.
 
-There it is a pipeline of one stage and one segment, so batch, loss and weighting are the engine's. What it gives goes
-to the ranks that hold the same: losses and outputs to the last stage's, each gradient to those with its parameter.
+On rank 0 the model is a pipeline of one stage and one segment, so batch, loss and weighting are the engine's. Rank 0
+sends losses and outputs to the last stage's rank, and each gradient to the ranks that hold the parameter.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _LISTED = 5  # names in an error
 
 
 class WholeModel:
-    """Runs the whole model on rank 0. Every rank makes one, and all call the same methods: each is collective.
+    """The whole model on rank 0. Every rank has an instance, and every method is collective.
 
     Args:
-        model: on rank 0.
+        model: the model, on rank 0.
     Raises:
-        ValueError: the model cannot be compared with the stages; on every rank alike.
+        ValueError: the model cannot be compared with the stages; raised on every rank.
     Attributes:
         fits_wide: whether rank 0 has memory for the model in float64.
-        notes: for whoever reads the result, once :meth:`note` was called.
+        notes: lines for the printed result, set by :meth:`note`.
     """
 
     def __init__(self, runner: Runner, arguments: StepArguments, model: Any) -> None:
@@ -73,18 +73,18 @@ class WholeModel:
             try:
                 self._model = _Model(runner, model)
                 text = self._model.refusal([theirs for theirs, _ in everyones])
-            except Exception as error:  # the others hear of it, too
+            except Exception as error:  # refuse() below raises the error on every rank
                 text = f"the model cannot be prepared: {type(error).__name__}: {error}"
         refuse(self._group, text)
         self._take(arguments, own)
         self.fits_wide: bool = self._group.all_gather_object(self._model is not None and self._model.fits_wide())[0]
         self._differences: list[str] = []
         self.notes: list[str] = []
-        self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by the dtype of the run
+        self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by dtype of the run
         self._drops = Counter[float]()
 
     def _take(self, arguments: StepArguments, own: Sequence[Held]) -> None:
-        """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's."""
+        """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's rank."""
         rules = {name: rule for name, rule in self._runner.options.arg_rules.items() if isinstance(rule, str)}
         values = {held.name: held.tensor.detach() for held in own if held.kind != "constant"}
         target, kwargs, all_rules, all_values = arguments.target, arguments.kwargs, dict[str, Any](), []
@@ -103,7 +103,7 @@ class WholeModel:
             self._model.open(all_rules, replace(arguments, target=target, kwargs=kwargs))
 
     def note(self, found: Pass) -> None:
-        """Notes what a run of the pipeline tells of the stages: which buffers a step changes, and what comes out."""
+        """Takes facts about the stages from a run of the pipeline: the changed buffers and the type of the output."""
         everyones = self._group.all_gather_object([found.changed, found.returns_tensor])
         texts = None
         if self._model is not None:
@@ -112,15 +112,15 @@ class WholeModel:
         self._differences, self.notes = self._group.all_gather_object(texts)[0]
 
     def run(self, dtype: torch.dtype | None) -> Pass:
-        """One run of the model.
+        """Runs the model once.
 
         Returns:
-            what the stages in a chain would give on this rank.
+            this rank's part of the results, as from a run of the stages in a chain.
         Raises:
-            NotRun: the model raised an error, on every rank.
+            NotRun: the model raised an error; raised on every rank.
         """
-        self._group.set_limits(self._runner.options.limits.longest)  # the other ranks wait for rank 0
-        self._group.all_gather_object(True)  # all have given back what ranks that are threads share
+        self._group.set_limits(self._runner.options.limits.longest)  # ranks wait for rank 0
+        self._group.all_gather_object(True)  # ranks in threads share tensors: all have restored them now
         found, told = None, None
         if self._model is not None:
             try:
@@ -152,7 +152,7 @@ class WholeModel:
     # -- beside numbers --------------------------------------------------------------------------------------------
 
     def compare_with(self, found: Pass) -> list[str]:
-        """Says in words what differs beside numbers. Collective."""
+        """Returns differences beside those of numbers, in words. Collective."""
         forwards, drops = self._everyones_forwards(found), Counter[float]()
         for theirs in self._group.all_gather_object(dict(found.drops)):
             drops += Counter(theirs)
@@ -172,7 +172,7 @@ class WholeModel:
         return differences + list(islice(unlike, 1))
 
     def _everyones_forwards(self, run: Pass) -> dict[str, list[Forward]]:
-        """The results of all stages that have a module of each name, be it the module or its stand-in."""
+        """Returns the results of modules from all stages by name; a stand-in for a module counts, too."""
         found: dict[str, list[Forward]] = {}
         for theirs in self._group.all_gather_object(run.forwards):
             for name, forward in theirs.items():
@@ -180,7 +180,7 @@ class WholeModel:
         return found
 
     def first_difference(self, chain: Pass, dtype: torch.dtype | None, tolerance: float) -> str:
-        """The first module, in the model's order, that returns something else in the stages, in words; "" if none does.
+        """Returns, in words, the first module in the model's order whose result differs in the stages; "" if all agree.
         Collective."""
         found = self._everyones_forwards(chain)
         for name, truth in self._forwards[dtype].items():
@@ -195,11 +195,11 @@ class WholeModel:
 
 
 class _Model:
-    """Rank 0's model, and the pipeline of one stage in which it runs.
+    """Rank 0's model and its pipeline of one stage.
 
     Attributes:
-        values: what each rank's stages hold, by name.
-        session: runs it, once it is open.
+        values: tensors of each rank's stages, by name.
+        session: runs the model, once :meth:`open` was called.
     """
 
     def __init__(self, runner: Runner, model: Any) -> None:
@@ -212,18 +212,18 @@ class _Model:
         if isinstance(loss_fn, nn.Module):
             owners.append(("loss: ", "the loss", without_wrapper(loss_fn)))
         self._held = {held.name: held for held in named_tensors(owners)}
-        self._names: dict[int, list[str]] = {}  # of each tensor
+        self._names: dict[int, list[str]] = {}  # by id of the tensor
         for name, held in self._held.items():
             self._names.setdefault(id(held.tensor), []).append(name)
         self.values: list[dict[str, Tensor]] = []
         self.session: Any = None
-        self._chosen: list[tuple[Tensor, Tensor]] = []  # of the model, and their values in the stages
+        self._chosen: list[tuple[Tensor, Tensor]] = []  # the model's tensors, each with its value in the stages
         self._frozen: list[str] = []
 
     # -- what is compared ------------------------------------------------------------------------------------------
 
     def refusal(self, everyones: Sequence[Sequence[Any]]) -> str:
-        """Why the model cannot be compared with what the ranks hold, or ""."""
+        """Returns the reason why the model cannot be compared with the ranks' stages, or ""."""
         if any(held.tensor.is_meta for held in self._held.values()):
             return "the model lies on the meta device: verify needs one with memory"
         self._device = common_device([self.stage.model])
@@ -263,14 +263,15 @@ class _Model:
         return copies * sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
 
     def fits_wide(self) -> bool:
-        """Whether a copy in float64 fits, with its gradients and those of three runs that stay on the ranks."""
+        """Returns whether free memory holds a float64 copy, its gradients and three runs' gradients on the ranks."""
         return self._bytes(5, 8) < free_bytes(self._device)
 
     def choose(self, changed: set[str]) -> list[list[str]]:
-        """Chooses the values with which the model runs: those of the stages.
+        """Chooses the values for the model's runs: the values of the stages.
 
         Args:
-            changed: names of buffers that a step changes; others must be as in the model, while all parameters are.
+            changed: names of buffers that a step changes. If all parameters equal the model's, an unchanged buffer
+                must equal the model's, too.
         Returns:
             differences, and notes.
         """
@@ -303,7 +304,7 @@ class _Model:
     # -- a run -----------------------------------------------------------------------------------------------------
 
     def open(self, rules: Mapping[str, Any], arguments: StepArguments) -> None:
-        """Makes the pipeline."""
+        """Creates the pipeline and its session."""
         options = replace(
             self._runner.options,
             num_segments=1,
@@ -321,16 +322,16 @@ class _Model:
         self.session = Session(runner, arguments)
 
     def fill(self, dtype: torch.dtype | None) -> None:
-        """Gives the model the chosen values, within a run."""
+        """Copies the chosen values into the model; called within a run."""
         for own, value in self._chosen:
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
             own.data = value.to(own.device, wanted, copy=True)
 
     def part(self, found: Pass, compared: Iterable[str], is_first: bool, is_last: bool) -> list[list[Any]]:
-        """Tensors of a run that go to a rank: losses, outputs and gradients.
+        """Returns the tensors of a run for one rank: losses, outputs and gradients.
 
         Args:
-            compared: names of the rank's parameters that train.
+            compared: names of the rank's trained parameters.
         """
         by_id = {id(p): gradient for p, gradient in zip(self._trained, found.gradients, strict=False)}
         gradients = [by_id.get(id(self._held[name].tensor)) for name in compared]
@@ -339,10 +340,10 @@ class _Model:
 
 
 class _Whole(nn.Module):
-    """The model as one stage. What surrounds its one tensor, as in transformers, is left out where stages return that.
+    """The model as one stage. If the stages return a tensor, the model's tensor is unwrapped, as from transformers.
 
     Args:
-        call: takes what the first stage takes, and every stage's keyword arguments.
+        call: runs the model on the first stage's inputs and every stage's keyword arguments.
     """
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
@@ -375,7 +376,7 @@ def _refusal(runner: Runner, model: Any) -> str:
 @sendable
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor in a value that one rank sends to another; its bytes follow in one message with those of the others."""
+    """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -387,10 +388,10 @@ class _Sent:
 
 
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
-    """A value with tensors of one rank on another, there on the CPU; None on the others. Collective.
+    """Sends a value with tensors between two ranks. Returns it at the destination, on the CPU, else None. Collective.
 
     Raises:
-        ValueError: the value holds something else than tensors and what ranks tell each other; on every rank.
+        ValueError: besides tensors, the value holds an object that ranks cannot exchange; raised on every rank.
     """
     if source == destination:
         return value if group.rank == source else None
@@ -420,7 +421,7 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
 
 
 def _joined(own: Any, theirs: Any) -> Any:
-    """Keyword arguments of two ranks; the first one's count where both have them."""
+    """Merges the keyword arguments of two ranks; the first rank's value counts if both have a name."""
     if not own or not theirs:
         return own or theirs
     if isinstance(own, list):

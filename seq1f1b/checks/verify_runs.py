@@ -1,4 +1,4 @@
-"""Runs of a verification: one batch through a pipeline, in segments or whole, from one state that they restore."""
+"""Runs of a verification: one batch through a pipeline, in segments or whole. All runs start from one state."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ __all__: list[str] = []
 
 @dataclass
 class Pass:
-    """One run of the batch on this rank: its results."""
+    """Results of one run of the batch on this rank."""
 
     losses: list[Tensor]
     outputs: list[Tensor]
-    gradients: list[Tensor | None]  # of the compared tensors
-    draws: bool  # random numbers, dropout apart
-    drops: Counter[float]  # numbers that forwards would drop with each probability, if dropout were on
+    gradients: list[Tensor | None]  # by compared tensor
+    draws: bool  # whether the run draws random numbers, apart from dropout
+    drops: Counter[float]  # by probability, the count of numbers that forwards would drop with dropout on
     findings: list[Finding]
-    sizes: list[int]  # of the segments
-    forwards: dict[str, Forward]  # by name of the module, in the order of their ends
-    not_finite: list[Any] = field(default_factory=list)  # where it became so: a key to sort by, and a text
-    returns_tensor: bool = False  # whether the last stage returns one tensor, here
-    changed: list[str] = field(default_factory=list)  # buffers that the run changed
+    sizes: list[int]  # tokens of the segments
+    forwards: dict[str, Forward]  # by module name, in the order of the calls' ends
+    not_finite: list[Any] = field(default_factory=list)  # first place with infinite or NaN values: a sort key, a text
+    returns_tensor: bool = False  # whether the last stage is here and returns a bare tensor
+    changed: list[str] = field(default_factory=list)  # buffers changed by the run
 
 
 @sendable
 class Forward(NamedTuple):
-    """The result of one module when it was first called in a run, or first returned numbers that are not finite.
+    """The result of a module's first call in a run, or of its first call with a result that is not finite.
 
     Attributes:
-        place: of the module, in words; kind: its type.
-        odd: "nan" or "inf", which it holds; "" if it is finite, but for -inf alone, which is a mask.
+        place: the module, in words.
+        kind: type of the module.
+        odd: "nan" or "inf" if the result holds such a value; "" otherwise. -inf counts as finite, as in a mask.
     """
 
     place: str
@@ -70,26 +71,26 @@ class Forward(NamedTuple):
 
 
 class NotRun(ValueError):
-    """The whole model does not run in some dtype. Raised on every rank, between two exchanges."""
+    """Error of a whole model that does not run in some dtype. Raised on every rank, between two exchanges."""
 
 
 class Session:
-    """Runs one batch several times from one state, which :meth:`end` restores."""
+    """Several runs of one batch from one state; :meth:`end` restores the state."""
 
     def __init__(self, runner: Runner, arguments: StepArguments) -> None:
         self._runner, self._arguments = runner, arguments
         self._state = RandomState(runner.pipeline.device)
 
     def run(self, *, whole: bool, dtype: torch.dtype | None, fill: Callable[[], None] = lambda: None) -> Pass:
-        """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none.
+        """Runs the pipeline or the whole model once. An error is raised on all ranks or on none.
 
         Args:
-            fill: called before the run, to change the values with which it begins.
+            fill: called before the run, to change the initial values.
         """
         pipeline = self._runner.pipeline
         step = pipeline.group.step + 1
         try:
-            # Tensors that ranks share: nobody takes them before all gave them back.
+            # Ranks in threads share tensors: no rank starts before all have restored them.
             pipeline.group.all_gather_object(True)
             with ExitStack() as stack:
                 stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
@@ -100,15 +101,15 @@ class Session:
             return result
         except BaseException as error:
             if not isinstance(error, _C.PipelineError):
-                pipeline.group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
+                pipeline.group.fail(f"{type(error).__name__}: {error}")  # ignored if the group has failed already
             pipeline.group.fail_step(step)
             raise
 
     def run_whole(self, dtype: torch.dtype | None, fill: Callable[[], None] = lambda: None) -> Pass:
-        """One run of the whole model.
+        """Runs the whole model once.
 
         Raises:
-            NotRun: it ended with an error, which every rank hears; all have met again.
+            NotRun: the run ended with an error; raised on every rank, after all ranks have met again.
         """
         try:
             return self.run(whole=True, dtype=dtype, fill=fill)
@@ -118,7 +119,7 @@ class Session:
             group.end_step(failed=False)
             text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
-            raise NotRun(min(texts)[1]) from error  # that of the rank where it arose
+            raise NotRun(min(texts)[1]) from error  # the text from the rank with the original error
 
     def end(self) -> None:
         self._state.restore()
@@ -139,7 +140,7 @@ class Session:
             rows, trees = read_rows(given.rows, given.parents)
             arguments = replace(arguments, rows=[[sum(row)] for row in rows], parents=None, plan=None, paths=trees)
         self._state.restore()
-        runner.pipeline.group.all_gather_object(True)  # ranks that are threads share generators: none draws before
+        runner.pipeline.group.all_gather_object(True)  # ranks in threads share generators: all are restored first
         forwards: dict[str, Forward] = {}
         with ComparableRun(dtype) as run, _noted(runner, forwards):
             losses, outputs = runner.run(arguments)
@@ -160,7 +161,7 @@ class Session:
 
 @contextmanager
 def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
-    """Notes the results of all modules in the block."""
+    """Records the results of all modules in the block."""
 
     def note(name: str, place: str, module: nn.Module, output: Any) -> None:
         tensors = [] if is_abstract() else _tensors(output)
@@ -181,7 +182,7 @@ def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
 
 
 def _not_finite(runner: Runner, run: Pass) -> list[Any]:
-    """Finds the first place that is not finite: a module, if one is the cause, else a loss, else a gradient."""
+    """Returns the first place with a value that is not finite: a module if possible, else a loss, else a gradient."""
     losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
     names = zip(names_of(runner, run), run.gradients, strict=True)
     gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
@@ -190,19 +191,19 @@ def _not_finite(runner: Runner, run: Pass) -> list[Any]:
     odd = next((forward for forward in run.forwards.values() if forward.odd), None)
     if odd is not None:
         return [[0, min(runner.stages)], f"{odd.place} returns {odd.odd}"]
-    # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
+    # Backwards run from the last stage to the first and, within a stage, from the last parameter to the first.
     return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
 
 
 def _kind(tensor: Tensor) -> str:
-    """ "nan" or "inf" if any element is; else ""."""
+    """Returns "nan" or "inf" if any element is NaN or infinite; else ""."""
     if bool(tensor.isfinite().all()):
         return ""
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
 def _variant(runner: Runner, whole: bool) -> Runner:
-    """A second runner over the same pipeline, with memory of its own."""
+    """Returns a second runner over the pipeline, with its own memory."""
     options, schedule, build = replace(runner.options, attention="any"), runner.schedule, runner.build
     if whole:
         options = replace(options, num_segments=1, segment_sizes=None)
@@ -220,19 +221,19 @@ def alone(
     schedule: Schedule,
     build: Callable[..., Schedule] | None = None,
 ) -> Runner:
-    """Makes a runner over one stage in this process. It tells nothing; with one segment, its units are the whole."""
+    """Returns a silent runner over one stage in this process. With one segment, its units count as the whole model."""
     group = LoopbackGroup(1)[0]
     pipeline = Pipeline([stage], device, options, group, schedule, Agreement(group, {}))
     return Runner(pipeline, options, schedule, build, is_whole=options.num_segments == 1, tells=False)
 
 
 def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool = False, **others: Any) -> Schedule:
-    """The order of the whole model on the same ranks: one micro-batch after the other, in one segment.
+    """Returns the order of the whole model on the schedule's ranks: single micro-batches, each in one segment.
 
     Args:
-        num_microbatches: 0: as many as the schedule has.
+        num_microbatches: number of micro-batches; 0: the schedule's number.
         are_rows: whether micro-batches have lengths of their own.
-        others: counts of a step of rows, which say nothing of the whole model.
+        others: counts of a step with rows, ignored here.
     """
     lines = []
     for rank in range(schedule.num_ranks):
@@ -252,9 +253,8 @@ def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool 
 
 
 def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -> Tensor:
-    """A leaf of its own, so that nothing reaches the caller's graph."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    leaf = tensor.detach().to(wanted)
+    leaf = tensor.detach().to(wanted)  # no gradient reaches the caller's graph
     if tensor.requires_grad:
         leaf = leaf.clone().requires_grad_()
         leaves.append(leaf)
@@ -262,12 +262,12 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Floating tensors of what a module returned, which may be nested."""
+    """Returns the plain floating-point tensors of a module's output, nested or not."""
     return [tensor for tensor in tensors_of(output) if is_plain(tensor) and tensor.is_floating_point()]
 
 
 def names_of(runner: Runner, run: Pass) -> list[str]:
-    """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
+    """Returns the names of the compared tensors: the trained parameters by stage, then inputs that require grad."""
     pipeline, shard = runner.pipeline, f"shard {runner.pipeline.rank}: "
     places = {"the embedding": shard, "the loss": "loss: " if runner.options.head is None else shard}
     names: dict[int, str] = {}
@@ -284,7 +284,7 @@ class Held(NamedTuple):
     """A parameter or a buffer under one of its names in the whole model.
 
     Attributes:
-        kind: "parameter", "buffer" or, if no checkpoint holds it, "constant".
+        kind: "parameter", "buffer" or, for a buffer outside the checkpoint, "constant".
     """
 
     name: str
@@ -294,13 +294,13 @@ class Held(NamedTuple):
 
 
 def own_modules(runner: Runner) -> Iterator[tuple[str, str, nn.Module]]:
-    """Modules of this rank that hold its tensors: what stands before names in them, their place, and the module."""
+    """Yields the prefix of tensor names, the place and the module, for each module of this rank with tensors."""
     for (place, _), module in zip(runner.pipeline.placed_modules(), runner.pipeline.bare_modules(), strict=True):
         yield "" if place.startswith("stage") else f"{place.removeprefix('the ')}: ", place, module
 
 
 def named_tensors(owners: Iterable[tuple[str, str, nn.Module]]) -> Iterator[Held]:
-    """Every name of every tensor of some modules, as of :func:`own_modules`."""
+    """Yields every name of every tensor of some modules, given as by :func:`own_modules`."""
     for prefix, place, module in owners:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield Held(prefix + plain_name(name), place, "parameter", parameter)
@@ -310,12 +310,12 @@ def named_tensors(owners: Iterable[tuple[str, str, nn.Module]]) -> Iterator[Held
 
 
 def refuse(group: RankGroup, text: str) -> None:
-    """Raises ValueError on every rank if one of them has a text. Collective."""
+    """Raises ValueError on every rank if any rank has a text. Collective."""
     for rank, theirs in enumerate(group.all_gather_object(text)):
         if theirs:
             raise ValueError(f"rank {rank}: {theirs}")
 
 
 def plain_name(name: str) -> str:
-    """A tensor's or module's name without what torch's wrappers add to it."""
+    """Returns a tensor's or module's name without the parts added by torch's wrappers."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removesuffix("._orig_mod")

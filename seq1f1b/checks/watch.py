@@ -1,8 +1,7 @@
-"""Notes of what a stage asks for in one segment, of this package and of torch. Values tell whether it is right,
-and these notes why not.
+"""Notes on a stage's calls of torch and of this package in one segment. Values show an error, and the notes its cause.
 
-A :class:`Watch` tells tokens by their number. In a look by values that number is chosen, so that it is no size of the
-stage. In a unit of a step it is what it is: if a weight has that size, too, nothing is told.
+A :class:`Watch` recognizes tokens by the size of a dimension. A comparison by values chooses a number of tokens unlike
+all sizes of the stage. A unit of a step has a given number: if a weight has the same size, nothing is noted.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from seq1f1b.nested import tensors_of
 __all__: list[str] = []
 
 _EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_TOKENS = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}  # where they stand; others vary
+_TOKENS = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}  # token dimension, where it is fixed
 _SHARED_DROPOUTS = ("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
 class Watch(TorchFunctionMode):
-    """Notes the operations of one stage in one segment.
+    """Notes on the operations of one stage in one segment.
 
     Args:
-        rows: of the batch.
-        offset, length: of the segment, in tokens.
-        sizes: of what has no tokens.
+        rows: rows of the batch.
+        offset, length: begin and length of the segment, in tokens.
+        sizes: sizes of dimensions without tokens.
     Attributes:
-        noted: what operations of ours tell: "attends" of causal_attention, "carries" of carry_in and carry_out.
-        foreign: what attention that is not ours the stage has called on the segment alone; "" if none.
-        dropout: which dropout it has called that draws one number for all tokens; "" if none.
-        eps: of the narrowest dtype in which anything was computed; 0 if all was in float64.
+        noted: calls of this package: "attends" for causal_attention, "carries" for carry_in and carry_out.
+        foreign: the last attention on the segment alone by code other than this package's, in words; "" if none.
+        dropout: name of a called dropout with one random number for all tokens; "" if none.
+        eps: eps of the narrowest dtype of a result; 0 if all results are float64.
     """
 
     def __init__(self, rows: int, offset: int, length: int, sizes: set[int]) -> None:
@@ -50,7 +49,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.eps = max([self.eps, *(_EPS.get(t.dtype, 0.0) for t in tensors_of(result))])
-        with suppress(Exception):  # of a call in another form, say: a look must not end a right step
+        with suppress(Exception):  # a call may have an unknown form, and a check must not end a correct step
             self._look(func, args, kwargs)
         return result
 
@@ -70,7 +69,7 @@ class Watch(TorchFunctionMode):
             self.dropout = name
 
     def _is_tokens(self, tensor: Tensor, dim: int, *, of_keys: bool = False) -> bool:
-        """Whether this dimension is that of the segment's tokens, or of its keys, earlier ones included."""
+        """Returns whether a dimension holds the segment's tokens; with ``of_keys``, also the keys so far."""
         if not self._decides or not -tensor.dim() <= dim < tensor.dim():
             return False
         dim %= tensor.dim()
@@ -80,5 +79,5 @@ class Watch(TorchFunctionMode):
 
 
 def sizes_of(modules: Iterable[nn.Module]) -> set[int]:
-    """The sizes of a stage's weights."""
+    """Returns the sizes of all dimensions of a stage's weights."""
     return {size for module in modules for p in module.parameters() for size in p.shape}

@@ -1,5 +1,5 @@
-"""GPUs: attention of CUDA tensors, our kernels for it, edges between GPUs, the tier in pinned host memory.
+"""GPUs: attention of CUDA tensors and its kernels, edges between GPUs, the tier in pinned host memory.
 
-Begin with ``cuda_attention.py``, which chooses what runs a call, and ``edges.py``, which finds what carries messages.
-Lower rooms ask for these by name (``seq1f1b/above.py``); nothing here is loaded on a machine without a GPU.
+Begin with ``cuda_attention.py``, the choice of kernels for a call, and ``edges.py``, the choice of a way for messages.
+Lower rooms load these modules by name (``seq1f1b/above.py``), and only on a machine with a GPU.
 """

@@ -1,9 +1,9 @@
-"""Which queries of a segment attend to which keys, call by call.
+"""Split of a segment's attention into calls of an op, each with its queries and range of keys.
 
-An op masks from the last query and key backwards, or not at all, and takes keys that lie one after another. So what a
-segment attends to is cut into calls: over its own keys, and over ranges of those before them. In a chain the keys of a
-sequence lie in the first rows of a slab. In a tree those of a path lie in several ranges of rows (:class:`Place`), and
-siblings that share the segment have own keys each.
+An op takes contiguous keys, and masks backwards from the last query and key or not at all. Attention of a segment is
+therefore cut into calls over its own keys and calls over ranges of earlier keys. In a chain, the keys of a sequence lie
+in the first rows of a slab. In a tree, the keys of a path lie in several ranges of rows (:class:`Place`), and each
+sibling in a shared segment has its own keys.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Call(NamedTuple):
     """Some of the queries over one range of keys."""
 
     begin: int  # the range's first key, counted along the path
-    size: int  # of the range
-    row: int  # of its first key in the slabs
-    first: int  # of the queries that see it
+    size: int  # keys of the range
+    row: int  # the first key's row in the slabs
+    first: int  # the first query, within the segment
     num_queries: int
-    comes_first: bool  # no call before it wrote to this range of dk and dv
-    is_own: bool  # its last keys are the own ones of its queries, all of them
+    comes_first: bool  # whether no earlier call writes to this range of dk and dv
+    is_own: bool  # whether the range ends with the queries' own keys, all of them
 
 
 class Place(NamedTuple):
-    """The rows of a path's keys, and which of the keys the queries of its last segment see."""
+    """The rows of a path's keys, and the siblings in its last segment."""
 
-    ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the row of the first, in order
-    parts: tuple[int, ...] = ()  # tokens of siblings that share the segment, one after another; empty: none do
-    kept: int = 0  # keys whose rows of dk and dv are added to in a backward; those of the others are stored
+    ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the first key's row, in order
+    parts: tuple[int, ...] = ()  # tokens of each sibling in a shared segment, in order; empty: no siblings
+    kept: int = 0  # leading keys with gradients in dk and dv: a backward adds to their rows, and stores the other rows
 
     @property
     def end(self) -> int:
@@ -43,39 +43,39 @@ class Place(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
-        """Whether the keys lie in the first rows, and are all added to or all stored."""
+        """Returns whether the keys lie in the first rows, and a backward adds to all of them or stores all."""
         return not self.parts and self.ranges == ((0, self.end, 0),) and self.kept in (0, self.end)
 
     def row(self, key: int) -> int:
-        """The row of a key of the last range."""
+        """Returns the row of a key in the last range."""
         begin, _, row = self.ranges[-1]
         return row + key - begin
 
     def rows_between(self, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """The keys from ``begin`` to ``end``: the first key, the row and the number of those that lie together."""
+        """Returns contiguous pieces of the keys from ``begin`` to ``end``: first key, row and number of keys."""
         cut = [(max(begin, first), min(end, stop), first, row) for first, stop, row in self.ranges]
         return [(lo, row + lo - first, hi - lo) for lo, hi, first, row in cut if lo < hi]
 
 
 def chain(num_keys: int, store: bool = False) -> Place:
-    """The place of a chain's keys. store: dk and dv hold nothing yet."""
+    """Returns the place of a chain's keys. ``store``: dk and dv hold no values yet."""
     return Place(((0, num_keys, 0),), (), 0 if store else num_keys)
 
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
 def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_backward: bool) -> tuple[Call, ...]:
-    """The calls of a pass of a segment of so many tokens, those over own keys first.
+    """Returns the calls of a segment's forward or backward; calls over own keys come first.
 
-    A call lies within one range of rows, and is added to or stored as a whole. Keys that lie right before the own ones
-    have a call with them in a forward, unless cuDNN masks it, which does so from the first key on, or siblings share
-    the segment. These have one call for all by flash and cuDNN, and else a call each, or several by the plain way,
-    which masks by positions.
+    The keys of a call lie in one range of rows, and its gradients are all added or all stored. In a forward by flash,
+    keys right before the own keys join the call over own keys, unless siblings share the segment. cuDNN masks from the
+    first key on and gets two calls. Siblings share one call over own keys by flash and cuDNN; by the plain way, which
+    masks by positions, each sibling has calls of its own.
 
     Args:
-        longest: most keys of a call before the own ones; of any call of the plain way.
+        longest: most keys of a call before the own keys; by the plain way, most keys of any call.
     """
     is_plain, offset = way == "plain", place.end - tokens
-    start = max(0, offset - window + 1) if window else 0  # the first key that one of the tokens sees
+    start = max(0, offset - window + 1) if window else 0  # the first visible key
     of_each = () if way in ("cudnn", "flash") else place.parts
     joins = way == "flash" and not is_backward and not place.parts
     lead = offset - max(start, place.ranges[-1][0]) if joins else 0
@@ -93,11 +93,11 @@ def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_
 
 
 def _bounds(start: int, limit: int, longest: int, way: str) -> list[tuple[int, int]]:
-    """Begins and ends of ranges. cuDNN's backward on Hopper makes NaN of keys that are 64 more than a multiple of 128
-    (cudnn-frontend#628), so it gets such a range in two halves."""
+    """Returns begins and ends of ranges of at most ``longest`` keys."""
     found = []
     for begin in range(start, limit, longest):
         stop = min(begin + longest, limit)
+        # cuDNN's backward on Hopper returns NaN for 128 n + 64 keys (cudnn-frontend#628): two halves avoid this size.
         cuts = [(begin + stop) // 2] if way == "cudnn" and (stop - begin) % 128 == 64 else []
         found += list(itertools.pairwise([begin, *cuts, stop]))
     return found
@@ -106,9 +106,9 @@ def _bounds(start: int, limit: int, longest: int, way: str) -> list[tuple[int, i
 def _calls(
     begin: int, stop: int, row: int, offset: int, end: int, window: int, is_own: bool, is_plain: bool
 ) -> list[Call]:
-    """One, of queries among ``offset`` to ``end``. Under a window torch's flash ops take no more queries than keys, and
-    one (they hide keys of the first ones else, whatever the window's right side): rows that see a whole range, and so
-    need no window, are a call of their own where there are more."""
+    """Returns one or two calls over a range of keys, for queries from ``offset`` to ``end``."""
+    # With a window, torch's flash ops allow one more query than keys at most: with more queries, they hide keys of the
+    # first queries, whatever the window's right side. Queries that see the whole range then get a call without window.
     calls, size = [], stop - begin
     first, last = max(begin, offset), min(end, stop + window - 1) if window else end
     is_split = window and not is_plain and last - first > size + 1 and begin + window < last
@@ -121,8 +121,8 @@ def _calls(
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
 def how_to_add(calls: tuple[Call, ...], tokens: int, most_parts: int) -> str:
-    """How the parts of dq that calls make are added up: "total" of all, "in place" of the first's, or "wide": one by
-    one in float32."""
+    """Returns how to add up the calls' parts of dq: "total" in one launch, "in place" in the first call's part, or
+    "wide", one by one in float32."""
     if len(calls) <= most_parts and all(call.num_queries == tokens for call in calls):
         return "total"
     rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])

@@ -1,13 +1,13 @@
-"""Work beside attention where there is a prefix: keys and values are written to the cache, results over ranges of keys
-are merged, and their gradients added up.
+"""Operations around attention with a prefix: copies of keys and values to the cache, merges of results over ranges of
+keys, and sums of gradients.
 
-All tensors are (batch, heads, rows, head_dim). What these functions return lies in token-major memory: (batch, rows,
-heads, head_dim). Sums are taken in float32 and rounded once.
+All tensors are (batch, heads, rows, head_dim). Results lie in token-major memory: (batch, rows, heads, head_dim). Sums
+are taken in float32 and rounded once.
 
-Each function is one kernel of this package's library (kernels/cuda/sm80_attention_parts.cu), or several of torch's ops
-where that was not built or has no kernel for the call. A kernel proves itself at its first use on a device (proof.py).
-``SEQ1F1B_CUDA_KERNELS=library`` takes torch's ops alone; ``own``, for tests and benchmarks, takes the kernels without
-that check.
+Each function launches one kernel of this package's library (kernels/cuda/sm80_attention_parts.cu), or several torch ops
+if the library was not built or lacks a kernel for the call. A kernel is checked at its first use on a device
+(proof.py). ``SEQ1F1B_CUDA_KERNELS=library`` uses torch's ops only; ``own``, for tests and benchmarks, uses the kernels
+without the check.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Tensors = tuple[Tensor, ...]
 
 
 def copy(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> None:
-    """Writes k and v to rows of slabs of their dtype. A zero loses its sign by the kernel, which adds it to another."""
-    _run("finish", True, (k, v), (), (to_k, to_v))
+    """Writes k and v to rows of slabs of the same dtype."""
+    _run("finish", True, (k, v), (), (to_k, to_v))  # the kernel adds 0, so -0 becomes 0
 
 
 def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each.
+    """Merges the attention over two disjoint sets of keys.
 
     Args:
-        own, before: (batch, heads, rows, head_dim); zeros in rows that see no key.
-        own_lse, before_lse: (batch, heads, rows), logarithms of the sums; -inf in rows that see no key.
+        own, before: (batch, heads, rows, head_dim); zeros in rows without a visible key.
+        own_lse, before_lse: (batch, heads, rows), logarithms of the sums; -inf in rows without a visible key.
     Returns:
-        out of own's dtype, in token-major memory, and lse, contiguous.
+        out in own's dtype and token-major memory, and a contiguous lse.
     """
     own_lse, before_lse = own_lse.contiguous(), before_lse.contiguous()
     out, lse = _token_major_empty(own), torch.empty_like(own_lse)
@@ -54,17 +54,17 @@ def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> t
 
 
 def add(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0) -> None:
-    """Adds the parts to rows of the slabs dk and dv, from row ``begin`` on; with ``store`` writes them there, and reads
-    nothing."""
+    """Adds the parts to rows of the slabs dk and dv, from row ``begin`` on; with ``store``, overwrites the rows."""
     _run("add", store, (part_k, part_v), (dk, dv), (), begin=begin)
 
 
 def finish(
     dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sums of part_k and as many rows of dk, from row ``begin`` on, and of part_v and those of dv, in the parts' dtype
-    and token-major memory; dk and dv stay as they are. With ``store`` these hold nothing yet, and the parts are the
-    sums: parts that lie so are returned themselves.
+    """Returns the sums of the parts and the rows of dk and dv from row ``begin`` on, in token-major memory.
+
+    The sums have the parts' dtype; dk and dv do not change. With ``store``, dk and dv hold no values yet: the parts
+    are the sums, and token-major parts are returned without a copy.
     """
     if store and _is_token_major(part_k) and _is_token_major(part_v):
         return part_k, part_v
@@ -74,7 +74,7 @@ def finish(
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum in their dtype and token-major memory; of one part that lies so, the part itself."""
+    """Returns the sum of the parts in token-major memory; a single token-major part is returned without a copy."""
     if len(parts) == 1 and _is_token_major(parts[0]):
         return parts[0]
     out = _token_major_empty(parts[0])
@@ -95,7 +95,7 @@ def _token_major_empty(like: Tensor) -> Tensor:
 def _run(
     what: str, store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = (), begin: int = 0
 ) -> None:
-    """One of the operations of attention_parts_arguments.h; the slabs' rows are meant from ``begin`` on."""
+    """Runs an operation of attention_parts_arguments.h on the slabs' rows from ``begin`` on."""
     operation = _operation(what, parts[0], parts[-1])
     if operation is None or not _launch(operation, what, store, parts, slabs, outs, lses, begin):
         _by_torch(what, store, parts, slabs, outs, lses, begin)
@@ -109,7 +109,7 @@ _proofs = proof.Proofs(
 
 
 def _operation(what: str, of_k: Tensor, of_v: Tensor) -> Operation | None:
-    """The operation whose kernel is to be launched; None: torch's ops are."""
+    """Returns the operation to launch; None: use torch's ops."""
     if of_k.dtype not in kernel_library.CODES:
         return None
     found = kernel_library.wanted(kernel_library.PARTS, of_k.device)
@@ -125,7 +125,7 @@ def _launch(
     operation: Operation, what: str, store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = (),
     begin: int = 0,
 ) -> bool:  # fmt: skip
-    """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
+    """Launches on the current stream of the tensors' device; returns False if no kernel takes the tensors' layout."""
     batch, heads, rows, head_dim = parts[0].shape
     index = parts[0].get_device()
     arguments = kernel_tables.PARTS.pack(
@@ -143,11 +143,10 @@ def _launch(
 
 
 def _rows(tensors: Tensors, most: int, begin: int = 0) -> list[int]:
-    """For each tensor the address of row ``begin``, and its strides of batch, head and row; zeros up to ``most``
-    tensors. The launcher takes no address of 0, as of tensors whose heads do not lie in one piece."""
+    """Returns, for each tensor, the address of row ``begin`` and the strides of batch, head and row; then zeros."""
     found = []
     for t in tensors:
-        *strides, last = t.stride()
+        *strides, last = t.stride()  # heads that are not contiguous get address 0, which the launcher refuses
         found += [t.data_ptr() + begin * strides[2] * t.element_size() if last == 1 else 0, *strides]
     return found + [0] * (4 * (most - len(tensors)))
 
@@ -160,7 +159,7 @@ def _by_torch(
 ) -> None:
     if what == "merge":
         own_lse, before_lse, lse = lses
-        # The least finite number in place of -inf: the difference of two -inf is no number.
+        # The least finite number replaces -inf, because the difference of two -inf is NaN.
         share = torch.sigmoid(own_lse - before_lse.clamp_min(torch.finfo(before_lse.dtype).min))[..., None]
         torch.addcmul(parts[0] * share, parts[1], 1.0 - share, out=outs[0])
         torch.logaddexp(own_lse, before_lse, out=lse)
@@ -183,16 +182,17 @@ def _by_torch(
 
 
 def prove(operation: Operation, use: Use) -> None:
-    """Runs the kernel on small cases, and torch's ops in float64: few rows, of which some see no key, within memory
-    that must stay as it is.
+    """Compares the kernel with torch's ops in float64 on small cases, some rows without a visible key.
+
+    Memory around the rows must not change.
 
     Raises:
-        AssertionError, RuntimeError, ...: it is wrong, or does not run.
+        AssertionError, RuntimeError, ...: the kernel is wrong, or does not run.
     """
     batch, heads, rows, behind, numbers = 2, 3, 37, 3, proof.numbers()
 
     def part(head_dim: int, dtype: torch.dtype, token_major: bool = False) -> Tensor:
-        """Rows within memory that is longer."""
+        """Returns rows within a longer tensor."""
         sizes = (batch, rows + 2 * behind, heads) if token_major else (batch, heads, rows + 2 * behind)
         memory = numbers(*sizes, head_dim).to(use.device, dtype)
         return (memory.transpose(1, 2) if token_major else memory)[:, :, behind:-behind]
@@ -204,7 +204,7 @@ def prove(operation: Operation, use: Use) -> None:
 
     def run(store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = ()) -> None:
         for t in (*outs, *lses[2:], *(slabs if store else ())):
-            t.fill_(float("nan"))  # what is not to be read
+            t.fill_(float("nan"))  # shows in the results if the kernel reads it
         given = parts, slabs, outs, lses
         wide = [tuple([_memory(t).double().as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors])
                 for tensors in given]  # fmt: skip
@@ -236,14 +236,14 @@ def prove(operation: Operation, use: Use) -> None:
 
 
 def _memory(t: Tensor) -> Tensor:
-    """All of its storage."""
+    """Returns the tensor's whole storage as one dimension."""
     return t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
 
 
 def _hold(what: str, got: Tensor, truth: Tensor) -> None:
-    """Raises where ``got`` is not ``truth`` (float64), rounded once to its dtype from a sum in float32."""
+    """Raises AssertionError if ``got`` is not ``truth`` (float64) up to a sum in float32 and one rounding."""
     allowed = torch.finfo(got.dtype).eps * (0.6 * truth.abs() + 0.01) + 1e-6
-    is_same = (got.double() == truth) | (got.isnan() & truth.isnan())  # for infinities, and what is not to be written
+    is_same = (got.double() == truth) | (got.isnan() & truth.isnan())  # infinities, and memory left as NaN
     count = int((~(((got.double() - truth).abs() <= allowed) | is_same)).sum())
     if count:
         raise AssertionError(f"{count} of {got.numel()} elements of {what} are wrong")

@@ -1,10 +1,9 @@
-"""The small cases by which the two kernels of attention, and ways by torch's ops, prove themselves (proof.py).
+"""Small cases that check the two kernels of attention, and ways by torch's ops, at their first use (proof.py).
 
-A segment over a prefix, ragged in every direction: without options, with documents, with a window, and with all that
-the kernels take; and at the end of a tree's path, whose keys lie in two ranges or three. The truth is computed on the
-CPU, by matrix products in float64. A result may be off twice as far as the same products are with each intermediate
-result rounded to 16 bits: tests/gpu asks the same of larger cases. Memory around the results must stay
-as it is.
+A case is a segment over a prefix, with ragged sizes: without options, with documents, with a window, and with all
+options of the kernels; or a segment at the end of a tree's path, with keys in two or three ranges. The reference is
+computed on the CPU, by matrix products in float64. A result may have twice the error of products whose intermediate
+results are rounded to 16 bits; tests/gpu uses this bound for larger cases. Memory around the results must not change.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from seq1f1b.proof import Use, apart, numbers
 __all__: list[str] = []
 
 BATCH, HEADS, KV_HEADS, PREFIX, TOKENS, BEHIND = 2, 4, 2, 68, 70, 3
-KEYS = PREFIX + TOKENS  # a few more than whole tiles of the kernels, as the queries are
+KEYS = PREFIX + TOKENS  # keys and queries are a few more than whole tiles of the kernels
 DOCUMENTS = ((0, 41, 90, 131), (0, 100))  # first tokens, by row of the batch
 SPREAD = 32.0
 """How far one element may be off, in root mean squares of what all may be off."""
@@ -42,10 +41,10 @@ class Options(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     scale: float | None = None
-    store: bool = False  # else backward adds to sums
-    place: Place | None = None  # of the keys in a tree; None: in the first rows
+    store: bool = False  # False: a backward adds to sums
+    place: Place | None = None  # place of the keys in a tree; None: the first rows
     prefix: int = PREFIX
-    logit: float = 0.0  # of all pairs, about
+    logit: float = 0.0  # approximate logit of all pairs
 
     @property
     def keys(self) -> int:
@@ -53,7 +52,7 @@ class Options(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Keys before the segment whose rows of dk and dv are added to."""
+        """Returns the number of keys with sums in dk and dv; the backward adds to these rows."""
         return self.place.kept if self.place is not None else 0 if self.store else self.keys
 
 
@@ -93,10 +92,10 @@ tiles, and for small sums."""
 
 
 def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
-    """Runs attention_forward or attention_backward on the small cases, and holds the results to float64.
+    """Compares attention_forward or attention_backward with float64 on the small cases.
 
     Raises:
-        AssertionError, RuntimeError, ...: it is wrong, or does not run.
+        AssertionError, RuntimeError, ...: the operation is wrong, or does not run.
     """
     with apart(use.device):
         for options in cases:
@@ -105,11 +104,11 @@ def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
 
 
 class _Rows(NamedTuple):
-    """Rows of a tensor, and the memory that they are a part of: NaN around them."""
+    """Rows of a tensor and the memory around them, filled with NaN."""
 
     memory: Tensor
     rows: Tensor
-    of_keys: Tensor | None = None  # among the rows, those that hold keys; None: all do
+    of_keys: Tensor | None = None  # indices of the rows with keys; None: all rows
 
     def holding(self, values: Tensor | float) -> _Rows:
         of_keys = slice(None) if self.of_keys is None else self.of_keys
@@ -117,16 +116,16 @@ class _Rows(NamedTuple):
         return self
 
     def keys(self) -> Tensor:
-        """The rows in the order of the keys."""
+        """Returns the rows in the order of the keys."""
         return self.rows if self.of_keys is None else self.rows[:, :, self.of_keys]
 
     def are_alone(self) -> bool:
-        """Whether memory around them still is NaN. They become NaN too."""
+        """Returns whether memory around the rows still is NaN. Fills the rows with NaN, too."""
         return bool(self.holding(math.nan).memory.isnan().all())
 
 
 class _Case:
-    """Inputs on the CPU, and their way to the device, where nothing but themselves may be read or written."""
+    """Inputs on the CPU, and their copies on the device within memory that no operation may read or write."""
 
     def __init__(self, use: Use, options: Options) -> None:
         self.use, self.options, self.numbers = use, options, numbers()
@@ -145,19 +144,19 @@ class _Case:
 
     @functools.cached_property
     def hidden(self) -> Tensor:
-        """(batch, 1, 1, queries, keys)"""
+        """Returns the mask of hidden pairs, (batch, 1, 1, queries, keys)."""
         prefix, position = self.options.prefix, torch.arange(self.options.keys, device="cpu")
         distance = position[prefix:, None] - position
         hidden = (distance < 0) | (distance >= (self.options.window or self.options.keys))
         other = self.docs[:, prefix:, None] != self.docs[:, None, :]
         parts = self.options.place.parts if self.options.place is not None else ()
         for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=prefix)):
-            hidden[begin - prefix : end - prefix, prefix:begin] = True  # of siblings before
+            hidden[begin - prefix : end - prefix, prefix:begin] = True  # keys of earlier siblings
         return (hidden | other)[:, None, None]
 
     def results(self, wide: torch.dtype, rounded: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """out, lse, dq, dk and dv by matrix products in dtype ``wide``; each intermediate result is ``rounded``. What
-        is not asked for is not computed."""
+        """Yields out, lse, dq, dk and dv by matrix products in dtype ``wide``, with each intermediate result
+        ``rounded``. A caller that stops early saves the rest of the work."""
         group = HEADS // KV_HEADS
         q, dout = (t.to(wide).view(BATCH, KV_HEADS, group, TOKENS, -1) for t in (self.q, self.dout))
         k, v = (t.to(wide)[:, :, None] for t in (self.k, self.v))
@@ -186,16 +185,16 @@ class _Case:
         return self.results(torch.float32, lambda t: t.to(self.use.dtype).float())
 
     def queries(self, values: Tensor) -> _Rows:
-        """Rows of the queries' tokens, token-major, that hold the values."""
+        """Returns token-major rows of the queries' tokens that hold the values."""
         return self.for_results(values).holding(values)
 
     def for_results(self, like: Tensor) -> _Rows:
-        """Rows of the queries' tokens, token-major, with as many heads of that size, that hold NaN."""
+        """Returns token-major rows of the queries' tokens, filled with NaN, with heads like those of ``like``."""
         memory = self._memory(self.use.dtype, BATCH, BEHIND + TOKENS + BEHIND, like.shape[1], like.shape[3])
         return _Rows(memory, memory[:, BEHIND:-BEHIND].transpose(1, 2))
 
     def slab(self, values: Tensor, dtype: torch.dtype) -> _Rows:
-        """Rows of all keys, in a slab that is longer."""
+        """Returns the rows of all keys in a longer slab."""
         place = self.options.place
         ranges = ((0, self.options.keys, 0),) if place is None else place.ranges
         num_rows = max(row + end - begin for begin, end, row in ranges)

@@ -1,8 +1,8 @@
-"""Torch's flash ops over sequences of many lengths that lie one after another: documents, or siblings of one unit.
+"""Torch's flash ops over contiguous sequences of different lengths: documents, or siblings of one unit.
 
-Each sequence is causal, its last query sees its last key. A row of the batch is a call of its own, for the slabs of the
-KV cache have other rows' keys in between. Every sequence of a call has queries and keys, and they cover all rows of the
-tensors: the ops leave no element unwritten.
+Each sequence is causal: the last query sees the last key. Each row of the batch needs its own call, because the keys of
+two rows are not contiguous in a slab of the KV cache. Every sequence of a call has queries and keys, and the sequences
+cover all rows of the tensors, so the ops write every element.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def forward(
     tensors: Sequence[Tensor], bounds: Tensor, key_bounds: Tensor, longest: int, most_keys: int,
     scale: float, window: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (tokens, heads, head_dim) and lse (heads, tokens) of a row.
+    """Returns out (tokens, heads, head_dim) and lse (heads, tokens) of a row.
 
     Args:
-        tensors: q, keys and values, (1, their heads, tokens, head_dim).
+        tensors: q, keys and values, each (1, heads, tokens, head_dim) with its own number of heads.
         bounds, key_bounds: (sequences + 1) in int32: 0, and the end of each sequence among the queries and keys.
-        longest, most_keys: tokens and keys of the longest sequence, at least.
+        longest, most_keys: upper bounds for the tokens and keys of a sequence.
     """
     longest = max(longest, FEWEST)
     left, right = (window - 1, 0) if window else (None, None)
@@ -48,15 +48,15 @@ def forward(
 def backward(
     tensors: Sequence[Tensor], lse: Tensor, bounds: Tensor, longest: int, scale: float, window: int = 0
 ) -> Gradients:
-    """dq, dk and dv of a row, (1, their heads, tokens, head_dim), of sequences with as many keys as queries.
+    """Returns dq, dk and dv of a row, each (1, heads, tokens, head_dim), for sequences with as many keys as queries.
 
     Args:
-        tensors: dout, q, keys, values and out, (tokens, their heads, head_dim).
+        tensors: dout, q, keys, values and out, each (tokens, heads, head_dim) with its own number of heads.
         lse: (heads, tokens), contiguous.
     """
     longest = max(longest, FEWEST)
     left, right = (window - 1, 0) if window else (None, None)
-    unused = torch.empty(0, dtype=torch.int64, device=bounds.device)  # state of dropout
+    unused = torch.empty(0, dtype=torch.int64, device=bounds.device)  # dropout's state
     grads = torch.ops.aten._flash_attention_backward.default(
         *tensors, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused, scale=scale, window_size_left=left,
         window_size_right=right,
@@ -66,7 +66,7 @@ def backward(
 
 
 def results_of(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, tokens, head_dim) and lse (batch, heads, tokens) from those of each row."""
+    """Joins the rows' results: out (batch, heads, tokens, head_dim) and lse (batch, heads, tokens)."""
     if len(rows) == 1:
         return rows[0][0][None].transpose(1, 2), rows[0][1][None]
     outs, sums = zip(*rows, strict=True)
@@ -74,7 +74,7 @@ def results_of(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(rows: Sequence[Gradients]) -> Gradients:
-    """dq, dk and dv of the batch from those of each row, in token-major memory."""
+    """Joins the rows' dq, dk and dv to gradients of the batch, in token-major memory."""
     if len(rows) == 1:
         return rows[0]
     dq, dk, dv = (torch.cat([t.transpose(1, 2) for t in each]).transpose(1, 2) for each in zip(*rows, strict=True))
@@ -84,7 +84,7 @@ def gradients_of(rows: Sequence[Gradients]) -> Gradients:
 def siblings_forward(
     parts: tuple[int, ...], scale: float, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """out and lse over the own keys of siblings, of so many tokens each; all tensors (batch, heads, tokens, ...)."""
+    """Returns out and lse of siblings, of ``parts`` tokens each, over own keys; tensors (batch, heads, tokens, ...)."""
     bounds, longest = _sibling_bounds(parts, q), max(parts)
     return results_of([
         forward([t.narrow(0, row, 1) for t in (q, keys, values)], bounds, bounds, longest, longest, scale)
@@ -93,9 +93,10 @@ def siblings_forward(
 
 
 def siblings_backward(parts: tuple[int, ...], lse: Tensor, scale: float, *tensors: Tensor) -> Gradients:
-    """dq, dk and dv (batch, heads, tokens, ...) of the own keys.
+    """Returns dq, dk and dv (batch, heads, tokens, ...) of siblings over their own keys.
 
     Args:
+        parts: tokens of each sibling.
         lse: (batch, heads, tokens), contiguous.
         tensors: dout, q, keys, values and out, (batch, tokens, heads, head_dim).
     """
@@ -108,11 +109,9 @@ def siblings_backward(parts: tuple[int, ...], lse: Tensor, scale: float, *tensor
 
 
 def _sibling_bounds(parts: tuple[int, ...], like: Tensor) -> Tensor:
-    """In int32 on the device of ``like``: 0, and the end of each sibling.
-
-    All layers of a unit share them, and its backward. They are kept for a stream alone, in whose order they are written
-    and read, and their memory is used again.
-    """
+    """Returns 0 and the end of each sibling, in int32 on the device of ``like``."""
+    # All layers of a unit and its backward share the tensor. It is kept by stream, so that the order of the stream's
+    # work protects its reads and the reuse of its memory.
     return _kept_bounds(parts, like.device, kernel_library.raw_stream(like.get_device()))
 
 

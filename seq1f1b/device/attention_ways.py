@@ -1,8 +1,8 @@
-"""The ways of cuda_attention.py: each computes attention, forward and backward.
+"""Implementations of attention for cuda_attention.py, forward and backward, called ways.
 
 A forward takes q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values) and lse
-(batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv, or stores there, and returns dq, and
-dk and dv of the queries' own tokens. Keys and values lie where ``Options.place`` says, up to the last query's token.
+(batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv or stores there, and returns dq and
+the own tokens' dk and dv. ``Options.place`` gives the rows of keys and values, up to the last query's token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ matrix products in 16 bits, and it grows with the root of their number. More res
 
 
 class Options(NamedTuple):
-    """Which keys a query sees, and how; window 0, softcap 0 and empty tensors stand for none."""
+    """Options of attention; window 0, softcap 0 and empty tensors turn an option off."""
 
     key_docs: Tensor  # (batch, keys), int32
     slopes: Tensor  # (heads) or (batch, heads), float32
@@ -37,9 +37,9 @@ class Options(NamedTuple):
     scale: float
     window: int
     softcap: float
-    place: Place = chain(0)  # of the keys
-    layout: Layout | None = None  # of the documents, for the way that needs it
-    longest: int = 0  # most keys of a call before the own ones: see calls_of
+    place: Place = chain(0)  # place of the keys
+    layout: Layout | None = None  # layout of the documents, for the way "documents"
+    longest: int = 0  # most keys of a call before the own keys: see calls_of
 
 
 class Given(NamedTuple):
@@ -60,7 +60,7 @@ class Given(NamedTuple):
 
 
 def aligned(t: Tensor) -> Tensor:
-    """(batch, heads, tokens, head_dim) as the ops can read it: in rows that begin at multiples of 16 bytes."""
+    """Returns the tensor in a layout for the ops: rows begin at multiples of 16 bytes. Copies only if necessary."""
     *strides, last = t.stride()
     unit = 16 // t.element_size()
     fits = all(stride % unit == 0 or size == 1 for stride, size in zip(strides, t.shape, strict=False))
@@ -70,18 +70,17 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """As the ops can read them, with zeros behind heads that are narrower than others."""
+    """Returns tensors in a layout for the ops; narrower heads are padded with zeros to the widest head."""
     width = max(t.shape[3] for t in tensors)
     return [aligned(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3]))) for t in tensors]
 
 
 def _cut(t: Tensor, width: int) -> Tensor:
-    """Without such zeros."""
-    return t if t.shape[3] == width else t[..., :width]
+    return t if t.shape[3] == width else t[..., :width]  # without the zeros of of_one_size
 
 
 def token_major(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """In that dtype, in memory (batch, tokens, heads, head_dim), as the ops promise; a copy if need be."""
+    """Returns the tensor in a dtype and in memory (batch, tokens, heads, head_dim). Copies only if necessary."""
     _, heads, tokens, head_dim = t.shape
     if t.dtype == dtype:
         if t.stride() == (tokens * heads * head_dim, head_dim, heads * head_dim, 1):
@@ -96,12 +95,12 @@ def _token_major_zeros(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, ...) as (batch, kv_heads, heads that share one, ...)."""
+    """Returns (batch, heads, ...) as (batch, kv_heads, heads per kv_head, ...)."""
     return t.view(t.shape[0], kv_heads, t.shape[1] // kv_heads, *t.shape[2:])
 
 
 def _rows_of(call: Call, *tensors: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
-    """The queries of a call."""
+    """Returns the rows of a call's queries."""
     if call.num_queries == tensors[0].shape[dim]:
         return tensors
     return tuple([t.narrow(dim, call.first, call.num_queries) for t in tensors])
@@ -125,7 +124,7 @@ Part = Callable[[Call, Tensor, Tensor], Gradients]
 def over_keys(
     calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of all queries, from those of each call."""
+    """Returns out and lse of all queries, from the results of each call."""
     if len(calls) <= MOST_MERGED and all(call.num_queries == q.shape[2] for call in calls):
         out, lse = part(calls[0], *_keys_of(calls[0], keys, values))
         for call in calls[1:]:
@@ -144,20 +143,20 @@ def over_keys(
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """With the least number in place of -inf, of rows that see no key: the difference of two -inf is no number."""
+    # Rows without a visible key have -inf; the least number replaces it, as the difference of two -inf is NaN.
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
 def gradients_over(calls: tuple[Call, ...], place: Place, given: Given, part: Part) -> Gradients:
-    """dq, and the own tokens' dk and dv, in q's dtype and token-major memory.
+    """Returns dq and the own tokens' dk and dv, in q's dtype and token-major memory.
 
-    Later segments went backward before, so the own tokens' rows of the slabs are complete. They are read here for the
-    last time, and so not written: earlier segments see none of these rows.
+    Backwards of later segments are done, so the own tokens' rows of the slabs are complete. These rows are read here
+    for the last time and not written, because earlier segments see none of them.
     """
     q, dk, dv, tokens = given.q, given.dk, given.dv, given.q.shape[2]
     how = attention_calls.how_to_add(calls, tokens, attention_parts.MOST_PARTS)
     for _, row, size in place.rows_between(place.kept, min(call.begin for call in calls)):
-        dk.narrow(2, row, size).zero_()  # no query sees these rows, and they hold nothing yet
+        dk.narrow(2, row, size).zero_()  # rows outside the window, without values yet
         dv.narrow(2, row, size).zero_()
     own: list[tuple[Tensor, Tensor]] = []
     parts: list[Tensor] = []
@@ -170,7 +169,7 @@ def gradients_over(calls: tuple[Call, ...], place: Place, given: Given, part: Pa
             own.append(attention_parts.finish(dk, dv, part_k, part_v, store, call.row))
         else:
             attention_parts.add(dk, dv, part_k, part_v, store and call.comes_first, call.row)
-        del part_k, part_v  # before the next call makes as many
+        del part_k, part_v  # frees memory before the next call
         if how == "total":
             parts.append(part_q)
         elif dq is None:
@@ -190,7 +189,7 @@ def gradients_over(calls: tuple[Call, ...], place: Place, given: Given, part: Pa
 
 
 def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The two with equal strides."""
+    """Returns both tensors aligned, with equal strides."""
     first, second = aligned(first), aligned(second)
     if first.stride() == second.stride():
         return first, second
@@ -224,7 +223,7 @@ def own_backward(given: Given) -> Gradients:
     return dq, own_dk, own_dv
 
 
-# -- cuDNN: it masks from the first query and key on, so a segment's own keys and those before are a call each ---------
+# -- cuDNN: its mask starts at the first query and key, so own keys and earlier keys need separate calls ---------------
 
 
 def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -241,7 +240,7 @@ def _forward_by(
     way: str, op: Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, keys: Tensor,
     values: Tensor, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """By cuDNN's op or flash's; the own keys of siblings by flash."""
+    """Runs a forward by cuDNN's or flash's op; flash computes the own keys of siblings for both."""
     place, q, v_head_dim = options.place, aligned(q), values.shape[3]
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,10 +291,10 @@ def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> 
 
 
 def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, int | None]:
-    """Whether a call is causal, and the keys that a query sees to its left and right, as the flash ops take them, which
-    mask from the last query and key backwards. offset: of the segment."""
-    behind = offset + call.first + call.num_queries - (call.begin + call.size)  # the last query, of the last key
-    hides = window and behind + call.size > window  # the first key from the last query
+    """Returns the flash ops' arguments for the mask of a call: whether it is causal, and the window's left and right.
+    The ops mask backwards from the last query and key. ``offset``: tokens before the segment."""
+    behind = offset + call.first + call.num_queries - (call.begin + call.size)  # tokens from last key to last query
+    hides = window and behind + call.size > window  # the last query does not see the first key
     return (behind == 0, window - 1 - behind, behind) if hides else (behind == 0, None, None)
 
 
@@ -315,8 +314,7 @@ def flash_backward(given: Given) -> Gradients:
 
 
 def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: OwnPart | None) -> Gradients:
-    """own: takes the place of the call over the segment's own keys."""
-    options = given.options
+    options = given.options  # ``own`` replaces the call over the segment's own keys
     dout, q, out = (t.transpose(1, 2) for t in of_one_size(given.dout, given.q, given.out))
     offset = place.end - q.shape[1]
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
@@ -338,14 +336,14 @@ def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: O
     return gradients_over(calls, place, given, part)
 
 
-# -- documents by flash: sequences of many lengths in one call -------------------------------------------------------
+# -- documents by flash: sequences of different lengths in one call --------------------------------------------------
 
 
 def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The first document goes on from an earlier segment: its keys begin there, or where the window does. All others
-    have as many keys as queries. So one call computes a row, and no result is merged."""
     layout, rows = options.layout, []
     assert layout is not None
+    # One call computes a row, without a merge: keys of the first document begin in an earlier segment, or with the
+    # window, and every other document has as many keys as queries.
     for index, row in enumerate(layout.rows):
         start = _first_key_of(row, layout.offset, options.window)
         before, size = layout.offset - start, keys.shape[2] - start
@@ -360,9 +358,8 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
 
 
 def documents_backward(given: Given) -> Gradients:
-    """One call over the segment's own keys, all documents as long in keys as in queries. The keys before the segment
-    concern its first document alone, and are taken as flash takes them: in ranges, each seen by that document's
-    queries."""
+    # One call covers the segment's own keys: documents with as many keys as queries. Only the first document has keys
+    # before the segment, and further calls cover these keys by ranges, as in flash_backward.
     options = given.options
     assert options.layout is not None
     found = []
@@ -374,7 +371,7 @@ def documents_backward(given: Given) -> Gradients:
 
 
 def _document_gradients(row: Row, offset: int, given: Given) -> Gradients:
-    """The calls of a row: its own keys for all queries, the keys before them for the queries of the first document."""
+    """Returns the gradients of a row: own keys for all queries, earlier keys for the first document's queries."""
     options, place, tokens, lse = given.options, given.options.place, given.q.shape[2], given.lse[0].contiguous()
     start, end = _first_key_of(row, offset, options.window), offset + row.num_first
     first = Place(((start, end, start),), (), place.kept)
@@ -390,7 +387,7 @@ def _document_gradients(row: Row, offset: int, given: Given) -> Gradients:
 
 
 def _first_key_of(row: Row, offset: int, window: int) -> int:
-    """The first key that the segment's first query sees."""
+    """Returns the first key visible to the segment's first query."""
     start = min(row.start, offset)
     return max(start, offset - window + 1) if window else start
 
@@ -403,8 +400,8 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _logits(q: Tensor, keys: Tensor, options: Options, call: Call, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Logits of a call, -inf where hidden, and what the soft cap leaves of the products' gradients. num_tokens: of the
-    segment."""
+    """Returns the logits of a call, with -inf for hidden keys, and the soft cap's derivative (None without soft cap).
+    ``num_tokens``: tokens of the segment."""
     batch, kv_heads, _, tokens, _ = q.shape
     logits = torch.einsum("bhgsd,bhkd->bhgsk", q, keys) * options.scale
     slope = None

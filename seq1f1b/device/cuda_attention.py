@@ -1,39 +1,38 @@
 """Attention of CUDA tensors over the slabs of the KV cache, without a copy of the prefix.
 
-The CUDA kernels of this package's ops; those of the CPU are C. ``way`` chooses among the ways of attention_ways.py:
+These functions implement this package's ops for CUDA; the CPU has C code. ``way`` chooses a way of attention_ways.py:
 
     own        bfloat16 and float16, head_dim 64 or 128, with documents or a soft cap and without ALiBi: this package's
                kernels (kernel_library.py)
-    cudnn      as flash, without a window, on Hopper and data-centre Blackwell: cuDNN's, for shapes that come often
-               enough to pay for its plan of one (``OFTEN``); until then they go by flash
+    cudnn      as flash, without a window, on Hopper and data-centre Blackwell: cuDNN's attention, for shapes frequent
+               enough to pay for a plan (``OFTEN``); flash runs the first passes of a shape
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    documents  as flash, with documents that own does not take: the same ops over sequences of many lengths
-    plain      everything else (float32 and float64, GPUs before Ampere, ALiBi, a soft cap or documents that the ways
-               above do not take, other heads): matrix products over ranges of keys, up to 200 times slower, in bounded
-               memory
+    documents  as flash, with documents that own does not take: flash's ops over sequences of different lengths
+    plain      all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, a soft cap or documents without a
+               way above, other heads): matrix products over ranges of keys, up to 200 times slower, in bounded memory
 
-Our kernels, cuDNN, documents, and flash over the keys of a tree must prove themselves on the device before their first
-use in each dtype and head size (attention_proof.py); what fails goes by the next way. No GPU has run documents and
-trees by flash, nor this proof of cuDNN, yet.
+Our kernels, cuDNN, documents, and flash over the keys of a tree are checked on the device before their first use in
+each dtype and head size (attention_proof.py); after a failure the next way is used. No GPU has run documents and trees
+by flash, nor this check of cuDNN, yet.
 
-Heads of v may have another size than those of q and k. cuDNN takes them as they are where it says so (192 and 128 of
-latent attention among them, which no GPU has run), the plain way always; for flash and documents the narrower ones get
-zeros up to the size of the wider; own does not take them.
+Heads of v may differ in size from heads of q and k. The plain way takes all sizes, and cuDNN the sizes that it reports
+(including 192 and 128 of latent attention, not yet run on a GPU). Flash and documents pad the narrower heads with
+zeros; own does not take different sizes.
 
-cuDNN masks from the first key on, so its forward is a call over the segment's own keys and one over those before, and
-the two results are merged. Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out``
-are known, and what the ops allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab;
-torch's ops round each range's part to q's dtype before. Ours take all keys at once, for they add to the slab
-themselves. attention_parts.py has the launches that merge and add. Sinks are no business of a way: out and lse get them
-at the end of a forward, and a backward that takes these two needs nothing else.
+cuDNN masks from the first key on, so its forward merges a call over the segment's own keys with a call over earlier
+keys. Backward runs over ranges of keys: the result is exact, because the sums over all keys (``lse``) and ``out`` are
+known, and the ops only allocate memory for one range. dK and dV are added up in float32 in the cache's slab; torch's
+ops first round each range's part to q's dtype. Our kernels add to the slab themselves, so they take all keys at once.
+attention_parts.py has the launches for merges and sums. Sinks are applied outside of the ways: to out and lse at the
+end of a forward, and a backward needs no more than these two.
 
-In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. A call is over
-one range before the segment, or over own keys: cuDNN and flash have one for the own keys of all siblings, by flash,
-plain one for each sibling. The results are merged. Documents and own take no trees: a call of our kernels
-always hides keys behind its queries.
+In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. Each call covers
+one range before the segment, or own keys: for cuDNN and flash, flash computes the own keys of all siblings in one call,
+and plain uses one call for each sibling. The results are merged. Documents and own take no trees, because our kernels
+always hide keys behind a call's queries.
 
-tests/gpu holds all of it to float64 on a GPU; an H200 and an H100 have run it (benchmarks/results). The tests
-run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds to their schemas.
+tests/gpu compares all ways with float64 on a GPU; an H200 and an H100 have run these tests (benchmarks/results). The
+other tests run the code on the CPU, with stand-ins for the aten ops; torch's dispatcher checks their schemas.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def causal_attention_backward(
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     keys, values, key_docs, to_k, to_v = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
-    if to_k.shape[2]:  # none where a forward runs again
+    if to_k.shape[2]:  # no rows if a forward runs again
         attention_parts.copy(k, v, to_k, to_v)
     return _forward(q, keys, values, _in_unit(Options(key_docs, *options), layer, keys, 0))
 
@@ -108,12 +107,12 @@ def segment_attention_backward(
 
 
 def _in_unit(options: Options, layer: Tensor, keys: Tensor, kept: int) -> Options:
-    """The options of a segment, with the place of its keys.
+    """Returns the options of a segment, with the place of its keys.
 
     Args:
-        kept: keys whose rows of dk and dv hold gradients already.
+        kept: number of keys with gradients in dk and dv already.
     """
-    path = _C.key_ranges()  # in a tree, as the current unit says
+    path = _C.key_ranges()  # the current unit's, in a tree
     if path is None:
         return options._replace(place=Place(((0, keys.shape[2], 0),), (), kept))
     ranges, parts, num_documents = path
@@ -126,13 +125,13 @@ def _in_unit(options: Options, layer: Tensor, keys: Tensor, kept: int) -> Option
     if not options.docs.numel():
         return options
     none = options.docs.new_empty(0)
-    if num_documents == 1:  # as the plan of the step says: the ids hide nothing
+    if num_documents == 1:  # from the step's plan: the ids hide no keys
         return options._replace(docs=none, key_docs=none)
     rows = [options.key_docs.narrow(1, row, end - begin) for begin, end, row in ranges]
     key_docs = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
     if not parts:
         return options._replace(key_docs=key_docs)
-    torch._assert_async(  # on the device: to read the answer here would wait for all that runs there
+    torch._assert_async(  # on the device: a read by the host would wait for all work there
         (key_docs == key_docs[:, -1:]).all(),
         "doc_ids are of several documents, and siblings share this unit: give a tree of siblings one id, or each of "
         "them a segment of its own",
@@ -164,9 +163,9 @@ def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -
             f"doc_ids is {tuple(doc_ids.shape)}, must be (batch, tokens), tokens as many as x has: {length}"
         )
     before = torch.cat([doc_ids[:, :1], doc_ids[:, :-1]], 1)
-    follows = torch.cat([position[:1] < 0, position[1:] == position[:-1] + 1])  # not the first, also of a part
+    follows = torch.cat([position[:1] < 0, position[1:] == position[:-1] + 1])  # False for the first of each part
     goes_on = torch.where(follows, doc_ids == before, (doc_ids >= 0) & (doc_ids < position[:1]))
-    # Asserted on the device: to read the answer here would wait for all that runs there.
+    # Asserted on the device: a read by the host would wait for all work there.
     torch._assert_async(
         ((doc_ids == position) | goes_on).all(),
         "doc_ids must be positions of documents' first tokens: seq1f1b.document_starts makes such ids of a whole row's",
@@ -187,7 +186,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register(library: torch.library.Library, dispatch_key: str = "CUDA", **options: Any) -> None:
-    """Makes these the kernels of the package's ops for a dispatch key, for as long as ``library`` lives."""
+    """Registers these functions as kernels of the package's ops for a dispatch key, for the lifetime of ``library``."""
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
@@ -198,10 +197,10 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 def way(
     q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward", *, in_pieces: bool = False
 ) -> str:
-    """The way of such a call. "cudnn" stands for flash until the shape has come often.
+    """Returns the name of the way for a call. "cudnn" stands for flash until the shape has come often.
 
     Args:
-        in_pieces: tokens of a document are known not to follow one another.
+        in_pieces: whether the tokens of a document are known not to be contiguous.
     """
     sizes, has_docs, is_chain = (q.shape[3], v_head_dim), options.docs.numel() > 0, options.place.is_chain
     if q.dtype not in proof.DTYPES or options.slopes.numel() or not _has_flash(q.device):
@@ -230,7 +229,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention is worth a plan. Its backward adds dQ up in any order, and cannot be told not to."""
+    """Returns whether cuDNN's attention may run. Its backward adds up dQ in any order, without a deterministic mode."""
     if device.type != "cuda" or torch.version.hip or torch.are_deterministic_algorithms_enabled():
         return False
     is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call] # torch's has no types
@@ -240,7 +239,7 @@ def _has_cudnn(device: torch.device) -> bool:
 
 @functools.cache
 def _is_new(version: int) -> bool:
-    """Whether such a cuDNN may compute; warns once if not."""
+    """Returns whether cuDNN is new enough; warns once if not."""
     if version < OLDEST_CUDNN:
         warnings.warn(
             f"attention goes by torch's flash ops, which are slower: cuDNN must be {OLDEST_CUDNN} or newer, because "
@@ -252,7 +251,7 @@ def _is_new(version: int) -> bool:
 
 
 def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: Place, longest: int) -> bool:
-    """Whether a shape has come often, this time counted. cuDNN takes no call of one query or key."""
+    """Counts a pass of a shape; returns whether the shape has come often. cuDNN takes no call of one query or key."""
     calls = attention_calls.calls_of("cudnn", place, q.shape[2], 0, longest, operation == "attention_backward")
     sizes = tuple([call.size for call in calls])
     if min(q.shape[2], *sizes) == 1:
@@ -285,7 +284,7 @@ _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs
 
 
 def _is_proven(name: str, q: Tensor, v_head_dim: int) -> bool:
-    if q.device.type != "cuda":  # in tests, which hold it to float64 themselves
+    if q.device.type != "cuda":  # in tests, with their own comparison to float64
         return True
     what, _, proofs = _CHECKED[name]
     use = proof.Use(what, q.dtype, q.shape[3], v_head_dim, q.device)
@@ -296,7 +295,7 @@ def _is_proven(name: str, q: Tensor, v_head_dim: int) -> bool:
 
 @functools.cache
 def _cudnn_takes(use: proof.Use) -> bool:
-    """Whether torch hands heads of these sizes to cuDNN."""
+    """Returns whether torch hands heads of these sizes to cuDNN."""
     sizes = (2, use.head_dim), (1, use.head_dim), (1, use.v_head_dim)
     q, k, v = (torch.empty(1, heads, 128, size, dtype=use.dtype, device=use.device) for heads, size in sizes)
     return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True))
@@ -306,7 +305,7 @@ def prove(name: str, use: proof.Use) -> None:
     """Runs a way forward and backward on its small cases.
 
     Raises:
-        AssertionError, RuntimeError, ...: it is wrong, or does not run.
+        AssertionError, RuntimeError, ...: the way is wrong, or does not run.
     """
     for operation in kernel_library.ATTENTION:
         launch = functools.partial(_launch, WAYS[name])
@@ -319,7 +318,7 @@ def _launch(
     dk: Tensor | None = None, dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
     **_: object,
 ) -> None:  # fmt: skip
-    """As kernel_library.launch_attention; ranges of keys are short."""
+    """Runs a way with the arguments of kernel_library.launch_attention; documents get short ranges of keys."""
     tokens, num_keys, none = q.shape[2], k.shape[2], q.new_empty(0)
     layout = document_layout.read(docs, tokens) if docs.numel() else None
     options = Options(
@@ -341,9 +340,9 @@ def _launch(
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, tokens, head_dim of values), token-major in memory, and lse (batch, heads, tokens).
+    """Returns out (batch, heads, tokens, head_dim of values) in token-major memory, and lse (batch, heads, tokens).
 
-    keys, values: (batch, kv_heads, N, their head_dim); in a chain the last query is token N - 1.
+    keys, values: (batch, kv_heads, N, head_dim), two sizes of heads; in a chain the last query is token N - 1.
     """
     by, options = _chosen("attention_forward", q, keys, values, options)
     out, lse = by.forward(q, keys, values, options)
@@ -353,7 +352,7 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as if each row had seen a key of the sink's logit and of value 0."""
+    """Returns out and lse with one more key for each row, with the sink as its logit and the value 0."""
     return out * torch.sigmoid(lse - sinks[:, None])[..., None], torch.logaddexp(lse, sinks[:, None])
 
 
@@ -368,9 +367,10 @@ def _backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Adds to dk and dv, as keys and values in float32 or float64, or stores; returns dq, and dk and dv of
-    the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete, and the
-    slabs' own hold nothing of use behind the call. All token-major in memory. Last the gradients of the sinks.
+    """Adds to dk and dv (float32 or float64, shapes of keys and values), or stores there.
+
+    Returns dq and the own tokens' dk and dv in q's dtype, all token-major, and the gradients of the sinks. Backwards of
+    later segments are done, so the own rows are complete; the slabs' own rows are undefined after the call.
     """
     by, options = _chosen("attention_backward", q, keys, values, options)
     dq, own_dk, own_dv = by.backward(Given(dout, q, keys, values, out, lse, options, dk, dv))
@@ -378,7 +378,7 @@ def _backward(
 
 
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
-    """The way of a call, and the options with what it needs of them."""
+    """Returns the way of a call, and the options with the layout and the range of keys for it."""
     layout, v_head_dim, longest = None, values.shape[3], options.place.end
     name = way(q, v_head_dim, options, operation)
     if name == "documents":
@@ -394,7 +394,7 @@ def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Op
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:
-    """Most keys of a call of a backward op; as many as the own ones do not take more."""
+    """Returns the most keys of a call of a backward op; RANGE_BYTES allows at least the segment's own keys."""
     batch, heads, tokens, head_dim = q.shape
     bytes_per_key = batch * heads * (head_dim + values.shape[3]) * q.element_size()
     return min(KEY_RANGE, max(tokens, RANGE_BYTES // bytes_per_key))

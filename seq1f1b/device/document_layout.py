@@ -1,11 +1,11 @@
-"""The layout of a segment's documents, as the host knows it.
+"""Layout of a segment's documents, for the host.
 
-How many documents a segment has is the size of a tensor, so the host must know it before it can launch attention over
-them one by one. It reads the ids of all units before the first (``engine/documents.py``), or once in a unit those that
-the step does not know: a read waits for the device. What has been read is remembered for as long as the
-memory of the ids lives, and holds for each tensor that shows the same elements of it: so all layers of a unit share it,
-and their backwards. Outside a step each call reads: ids may change in place there, and the tensors that compiled code
-makes of them have no version that would tell.
+The number of documents is the size of a tensor, so the host must know the layout before a launch of attention over
+single documents. A read waits for the device: the ids of all units are read before the first unit
+(``engine/documents.py``), and ids unknown to the step once in a unit. A layout is remembered for the lifetime of the
+ids' memory and holds for every tensor over the same elements, so all layers of a unit and their backwards share one
+read. Outside a step each call reads: ids may change in place there, and tensors made by compiled code have no version
+to show a change.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MOST_REMEMBERED = 1024
 
 
 class Row(NamedTuple):
-    """The documents of one row of a batch within a segment. Their tokens follow one another."""
+    """The documents of one row of a batch within a segment. The tokens of a document are contiguous."""
 
-    start: int  # of the first one's tokens, in the whole row: it may lie in an earlier segment
-    num_first: int  # tokens of the first one that are the segment's
-    longest: int  # most tokens of a document that are the segment's
+    start: int  # first token of the first document, in the whole row: an earlier segment may hold this token
+    num_first: int  # the first document's tokens within the segment
+    longest: int  # most tokens of a document within the segment
     bounds: Tensor  # (documents + 1), int32, on the device: 0, and the end of each document within the segment
 
     def key_bounds(self, before: int) -> Tensor:
-        """The bounds of the keys, of which the first document has so many more ``before`` the segment."""
+        """Returns the bounds of the keys; the first document has ``before`` keys before the segment."""
         return torch.cat([self.bounds[:1], self.bounds[1:] + before]) if before else self.bounds
 
 
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
 
 def _runs_of(ids: Tensor) -> list[list[tuple[int, int]]]:
-    """For each row of a batch its runs of equal ids: the first token and the id. The host waits for the device."""
+    """Returns each row's runs of equal ids: the first token and the id. The host waits for the device."""
     begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
     torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
     row, token = begins.nonzero().unbind(1)
@@ -59,8 +59,8 @@ def _runs_of(ids: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _layout_in(runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: int, like: Tensor) -> Layout | None:
-    """The layout of a segment, on the device of ``like``; None if a document's tokens do not follow one another, there
-    or before."""
+    """Returns the layout of a segment, on the device of ``like``; None if the tokens of a document up to the segment's
+    end are not contiguous."""
     rows = []
     for of_row in runs:
         seen = [(start, name) for start, name in of_row if start < offset + tokens]
@@ -75,19 +75,19 @@ def _layout_in(runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: i
 
 # -- what is remembered ----------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()  # a backward on a GPU runs in a thread of autograd's
+_lock = threading.Lock()  # a backward on a GPU runs in a thread of autograd
 _remembered: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[StorageWeakRef, int, Layout | None]] = {}
 _asking: set[torch.device] = set()
 
 
 def is_asked_for(device: torch.device) -> bool:
-    """Whether attention over ids of that device has asked for a layout: the next steps read before their units."""
+    """Returns whether attention on the device has asked for a layout; later steps then read before their units."""
     return device in _asking
 
 
 def remember(docs: Tensor, layout: Layout | None) -> None:
     """Keeps the layout of a segment's ids."""
-    if docs.is_inference():  # no version tells whether its elements have changed
+    if docs.is_inference():  # an inference tensor has no version to show a change
         return
     with _lock:
         if len(_remembered) >= MOST_REMEMBERED:
@@ -102,19 +102,19 @@ def _is_gone(memory: StorageWeakRef) -> bool:
 
 
 def forget() -> None:
-    """All that is remembered. For tests."""
+    """Drops all remembered layouts. For tests."""
     with _lock:
         _remembered.clear()
     _asking.clear()
 
 
 def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
-    """The layout of a segment's documents; None if tokens of one do not follow one another, or if that cannot be known
-    now, as a CUDA graph is captured.
+    """Returns the layout of a segment's documents; None if a document is not contiguous, or if a CUDA graph is being
+    captured and the layout is unknown.
 
     Args:
         docs: (batch, tokens), ids of the segment.
-        key_docs: (batch, keys), of all tokens up to the segment's last.
+        key_docs: (batch, keys), ids of all tokens up to the segment's end.
     """
     tokens = docs.shape[1]
     offset = key_docs.shape[1] - tokens
@@ -143,5 +143,5 @@ def learn(segments: Sequence[Tensor]) -> None:
 
 
 def read(key_docs: Tensor, tokens: int) -> Layout | None:
-    """The layout of the last ``tokens`` of all. The host waits for the device."""
+    """Returns the layout of the last ``tokens`` tokens. The host waits for the device."""
     return _layout_in(_runs_of(key_docs), key_docs.shape[1] - tokens, tokens, key_docs)

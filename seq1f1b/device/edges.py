@@ -1,7 +1,7 @@
-"""Edges between GPUs, each by the way that proves itself there: copies, NCCL, or host memory.
+"""Edges between GPUs, each by the first way that passes its proof: copies, NCCL, or host memory.
 
-Set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and credits go
-over the edges of host memory that :mod:`seq1f1b.transport` opens.
+This module sets up the edges; C code orders host, streams and events (``csrc/device/device_end.h``). Headers and
+credits use the edges of host memory opened by :mod:`seq1f1b.transport`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__: list[str] = []
 
 
 def find_nccl() -> str | None:
-    """Path of the NCCL to use; None: the copy that torch has loaded, or the loader's.
+    """Returns the path of the NCCL to use; None: torch's loaded copy, or the loader's default.
 
-    ``SEQ1F1B_NCCL`` names one; else torch's, so that the process has a single copy, else that of the Python package
+    The order is ``SEQ1F1B_NCCL``, torch's copy, so that the process has a single one, and the Python package
     ``nvidia-nccl``.
     """
     if named := os.environ.get("SEQ1F1B_NCCL"):
@@ -51,7 +51,7 @@ def find_nccl() -> str | None:
 
 
 def found_nccl() -> str:
-    """The version and path of NCCL, or why it was not found."""
+    """Returns the version and path of NCCL, or the reason why it was not found."""
     try:
         version, path = _C.nccl_find(find_nccl())
     except RuntimeError as error:
@@ -60,14 +60,14 @@ def found_nccl() -> str:
 
 
 class Way(NamedTuple):
-    """One way by which messages go, and how an end of it is made.
+    """A way for messages between GPUs, with the function that makes its ends.
 
     Attributes:
-        over: what may carry its headers, by ``RankGroup.transport_to``.
-        needs: what to look at where it fails, a sentence without a full stop.
-        make: makes an end of this rank from its control end, the watchdog and what was offered; waits for nobody.
-        offer: the facts that a sender tells the receiver before the ends of an edge are made.
-        is_one_sided: a send takes place without its receive.
+        over: possible transports of the headers, as of ``RankGroup.transport_to``.
+        needs: advice after a failure, a sentence without a full stop.
+        make: makes an end of this rank from its control end, the watchdog and the sender's offer; does not wait.
+        offer: returns bytes for the receiver, sent before the ends of an edge are made.
+        is_one_sided: whether a send completes without its receive.
     """
 
     name: str
@@ -105,9 +105,9 @@ WAYS = (COPIES, NCCL, HOST)
 
 
 def _warn_of_few_queues(num_streams: int) -> None:
-    """Streams that share a hardware queue wait for each other: right, as receives are ordered for that, but slow."""
-    queues = os.environ.get(QUEUES) or "8"  # CUDA's own
-    if queues.isdigit() and int(queues) < num_streams + 2:  # torch computes on one, and copies on another
+    # Streams in one hardware queue wait for each other: correct, because receives are ordered accordingly, but slow.
+    queues = os.environ.get(QUEUES) or "8"  # CUDA's default
+    if queues.isdigit() and int(queues) < num_streams + 2:  # torch has a stream for units and a stream for copies
         warnings.warn(
             f"{QUEUES} is {queues}: the {num_streams} streams of this rank's edges share hardware "
             "queues with its units and wait for them; let it be 32 when CUDA starts, as init_process_group does",
@@ -116,10 +116,10 @@ def _warn_of_few_queues(num_streams: int) -> None:
 
 
 def _warn_of_gpus(gpus: Sequence[str], num_visible: int) -> None:
-    """Warns of ranks that compute on one GPU although there are several, and of several kinds of GPUs.
+    """Warns of ranks that share a GPU although several GPUs are visible, and of different kinds of GPUs.
 
     Args:
-        gpus: by rank, the kind of its GPU, a space and what identifies it.
+        gpus: each rank's GPU: kind, space and identifier.
     """
     kinds = sorted({gpu.rpartition(" ")[0] for gpu in gpus})
     if len(kinds) > 1:
@@ -138,22 +138,22 @@ def _warn_of_gpus(gpus: Sequence[str], num_visible: int) -> None:
 
 
 def _give_back_cache(device: torch.device) -> int:
-    """Has torch give back the memory of GPUs that it holds free, as a place finds none; returns how much stays."""
+    """Frees unused memory of torch's cache for a receive buffer; returns the bytes left in the cache."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class DeviceEdges:
-    """One rank's ends of the edges of a pipeline on GPUs.
+    """One rank's ends of a pipeline's edges on GPUs.
 
     Args:
-        transport: ``"auto"``, or the name of one way, which every edge then goes.
+        transport: ``"auto"``, or the name of the way for every edge.
     Attributes:
-        chosen: by edge of this rank, the name of its way, bytes per second of the proof's message and why it goes that
-            way, once they are open.
+        chosen: for each edge of this rank, the name of its way, bytes per second of the proof's message and the reason
+            for the choice; set by :meth:`open`.
     """
 
-    driver: str | None = None  # library; None: the system's libcuda
+    driver: str | None = None  # path of the library; None: the system's libcuda
     proof_bytes = (32 << 20) - 1  # unaligned, and as long as messages of a long sequence
     proof_limit_s = 20.0  # for one message, or one connection
 
@@ -169,14 +169,14 @@ class DeviceEdges:
 
     @staticmethod
     def serve(device: torch.device, group: RankGroup) -> bool:
-        """Whether ``transport="auto"`` leaves messages to these edges. The same on all ranks.
+        """Returns whether ``transport="auto"`` uses edges between GPUs; equal on all ranks.
 
-        Ranks that are threads may make their engines one after the other, and nothing can be proven then.
+        Ranks in threads may create their engines one after another, and a proof needs all ranks at once.
         """
         return device.type == "cuda" and group.size > 1 and not group.is_thread
 
     def ordinal(self) -> int:
-        """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
+        """Returns the driver's number of the GPU. Raises ValueError if the stages are on no GPU."""
         if self.device.type != "cuda":
             raise ValueError(
                 f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self.device}: "
@@ -185,30 +185,30 @@ class DeviceEdges:
         return self.device.index
 
     def identity(self) -> str:
-        """The kind of the GPU, and after a space what no other one has."""
+        """Returns the kind of the GPU, a space and a unique identifier."""
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
 
     def place_views(self) -> Callable[..., Any]:
         return functools.partial(place_views, gpu=self.ordinal())
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes the function that the executor calls for every unit, from the one that runs it."""
+        """Returns the function that the executor calls for every unit; ``run`` runs the unit."""
         return run
 
     def warm(self) -> None:
-        """Has torch's context, its kernels' module and the allocator ready: loading them waits for the whole GPU, and
-        so for a receive that waits for its sender."""
+        """Loads torch's context, kernels and allocator before the edges open."""
+        # A later load would wait for the whole GPU, including a receive that waits for its sender.
         first = torch.ones(1024, device=self.device)
         (first + first).sum().item()
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # whoever uses a kernel is told what is wrong
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # the use of a kernel reports the error
             kernel_library.operations()
 
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, Any]:
-        """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once.
+        """Returns GPU ends over the control ends, which carry headers. Collective over all ranks of the pipeline.
 
         Raises:
             ValueError: the transport does not reach a peer.
-            RuntimeError: on all ranks: an edge fails its proof, and no other way is left, or one was asked for by name.
+            RuntimeError: an edge fails its proof without another way to try; raised on all ranks.
         """
         _warn_of_few_queues(len(controls))
         gpus = self.group.all_gather_object(self.identity())
@@ -220,7 +220,7 @@ class DeviceEdges:
         self.warm()
         self._is_receiver = is_receiver
         self._ends, self.chosen = Proof(self, ways, controls, is_receiver).run()
-        return dict(self._ends)  # the caller lets go of its own before close() ends them
+        return dict(self._ends)  # the caller drops its references before close() ends the edges
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
         for edge in controls:
@@ -235,13 +235,13 @@ class DeviceEdges:
         _C.device_begin_step(self.gpu, compute_stream(self.device))
 
     def close(self) -> None:
-        """Leaves together with the other ranks, where these still can."""
-        self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
+        """Closes all ends, together with all ranks that still can."""
+        self._meet()  # a receiver with a message on its way would take a closed sender for a lost one
         kept: list[str] = []
-        for edge in sorted(self._ends, key=self._is_receiver.__getitem__):  # who opened the other's memory goes first
+        for edge in sorted(self._ends, key=self._is_receiver.__getitem__):  # senders, which opened peers' memory, first
             if not _C.device_end_close(self._ends[edge]):
                 kept.append(_C.edge_end_text(self._ends[edge]))
-        self._meet()  # an end may use events that the other one owns
+        self._meet()  # an end may use its peer's events
         self._ends.clear()
         if kept:
             warnings.warn(
@@ -252,23 +252,23 @@ class DeviceEdges:
             )
 
     def _meet(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody may be gone
+        with contextlib.suppress(RuntimeError):  # a rank may be gone
             self.group.barrier()
 
 
 class Proof:
-    """Finds, together with all other ranks, the way that carries each edge of this rank: the first that proves itself.
+    """The search of all ranks for each edge's way: the first way that passes its proof.
 
-    A way is tried on all edges that still have none at once, with one message for each. Between two parts of an attempt
-    the ranks exchange what failed, so that both ends of an edge, and all ranks, know the same and go on alike; nobody
-    waits for what another rank will not do. What an end does, and within which time, is C
+    An attempt tries a way on all edges still without one at once, with one message for each edge. Between two parts of
+    an attempt the ranks exchange their failures. All ranks, and both ends of an edge, then know the same and go on
+    alike, so no rank waits for an action that its peer has given up. C code runs the ends' part, with time limits
     (``csrc/device/edge_proof.h``).
 
     Args:
-        edges: those of the rank, with their device, limits and the transport that was asked for.
-        ways: in the order in which they are tried.
-        controls: ends of this rank's edges that carry headers.
-        is_receiver: by edge.
+        edges: the rank's edges, with device, limits and the requested transport.
+        ways: the ways to try, in order.
+        controls: control ends of this rank's edges, which carry headers.
+        is_receiver: by edge, whether this rank receives.
     """
 
     def __init__(
@@ -280,20 +280,20 @@ class Proof:
     ) -> None:
         self._edges, self._ways, self._controls, self._is_receiver = edges, ways, controls, is_receiver
         self._group, self._is_free = edges.group, edges.transport == "auto"
-        self._reasons: dict[Edge, list[str]] = {}  # why an earlier way is not it
-        self._refused: dict[Edge, str] = {}  # why an edge cannot go the way that is tried; equal on all ranks
+        self._reasons: dict[Edge, list[str]] = {}  # failures of earlier ways
+        self._refused: dict[Edge, str] = {}  # failures of the current way; equal on all ranks
         self._chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
 
     def run(self) -> tuple[dict[Edge, Any], dict[Edge, tuple[str, float, str]]]:
-        """The ends, and what is chosen (:class:`DeviceEdges`). Collective.
+        """Returns the ends, and the choices as in :class:`DeviceEdges`. Collective.
 
         Raises:
-            RuntimeError: on every rank: an edge has no way, or a transfer does not end.
+            RuntimeError: an edge has no way, or a transfer does not end; raised on every rank.
         """
         texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
         self._texts: dict[Edge, str] = {}
-        self._ranks: dict[Edge, set[int]] = {}  # at an edge
+        self._ranks: dict[Edge, set[int]] = {}  # the two ranks of each edge
         for rank, theirs in enumerate(self._group.all_gather_object(texts)):
             self._texts |= theirs
             for edge in theirs:
@@ -308,12 +308,12 @@ class Proof:
         return self._ends, self._chosen
 
     def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
-        """Does a part of an attempt for edges that have not failed; then all ranks know which have. Collective."""
+        """Runs a part of an attempt for edges without a failure, and tells all ranks of new failures. Collective."""
         mine: dict[Edge, str] = {}
         for edge in [each for each in edges if each not in self._refused]:
             try:
                 call(edge)
-            except _C.PipelineError:  # a rank is gone, or has failed: no way helps
+            except _C.PipelineError:  # a rank is gone or has failed: another way would not help
                 raise
             except (RuntimeError, ValueError, MemoryError, OSError) as error:
                 first = (str(error) or type(error).__name__).splitlines()[0]
@@ -331,7 +331,7 @@ class Proof:
         offers: dict[Edge, bytes] = {}
         ends: dict[Edge, Any] = {}
         seconds: dict[Edge, float] = {}
-        kept: list[Tensor] = []  # until nothing is under way
+        kept: list[Tensor] = []  # sent messages, until all transfers have ended
         size = self._edges.proof_bytes
 
         def offer(edge: Edge) -> None:
@@ -374,19 +374,19 @@ class Proof:
         self._group.end_step(failed=False)
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
-        """The message: each edge and way has bytes of its own, so that what another one left is not taken for it."""
+        """Returns the message: each edge and way has different bytes, so old bytes in memory never match."""
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
         size = self._edges.proof_bytes
         words = torch.empty(size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
         return words.view(torch.uint8)[:size]
 
     def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
-        """Ends what has failed. Raises, on every rank, if a transfer cannot be ended."""
+        """Ends failed transfers. Raises RuntimeError on every rank if a transfer cannot be ended."""
         mine = [edge for edge in ends if edge in self._refused and not _C.edge_proof_give_up(ends[edge])]
         stuck = sorted(set().union(*self._group.all_gather_object(mine)))
         if not stuck:
             return
-        for each in kept:  # the GPU may still read it
+        for each in kept:  # the GPU may still read the message
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
         raise RuntimeError(
@@ -396,8 +396,8 @@ class Proof:
         )
 
     def _close(self, sends: Sequence[Edge], receives: Sequence[Edge], ends: dict[Edge, Any]) -> None:
-        """Closes ends that have failed; all others give back the memory of the proof."""
-        for part in (sends, receives):  # who opened the other's memory goes first
+        """Closes failed ends, and frees the proof's memory at all working ends."""
+        for part in (sends, receives):  # senders, which opened peers' memory, first
             for edge in [edge for edge in part if edge in self._refused and edge in ends]:
                 _C.device_end_close(ends.pop(edge))
             self._each(part, lambda edge: _C.edge_proof_end(ends[edge]))
@@ -405,7 +405,7 @@ class Proof:
             ends.pop(edge, None)
 
     def _tell(self, way: Way) -> None:
-        """An error for a way that was asked for by name; else one warning."""
+        """Reports failures: raises RuntimeError for a way requested by name, and warns otherwise."""
         if not self._refused:
             return
         edge = min(self._refused)
@@ -427,7 +427,7 @@ class Proof:
 
 
 def _rounds_of(ranks: Mapping[Edge, set[int]]) -> list[set[Edge]]:
-    """Edges, in order, each in the first round in which neither of its ranks has one yet."""
+    """Returns rounds of edges: in order, each edge joins the first round without an edge of its two ranks."""
     rounds: list[tuple[set[Edge], set[int]]] = []
     for edge in sorted(ranks):
         found = next((each for each in rounds if each[1].isdisjoint(ranks[edge])), None)

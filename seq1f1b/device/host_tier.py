@@ -1,6 +1,6 @@
-"""The tier of a GPU: pinned host memory, to which its copy engines move what units save.
+"""The tier of a GPU: pinned host memory. The GPU's copy engines move the saved tensors of units there.
 
-How host, streams and events are ordered is C (``csrc/device/host_tier.h``).
+C code orders host, streams and events (``csrc/device/host_tier.h``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
 
-# Version 2 of control groups, and version 1: folder, limit, use, and what goes before it kills: pages of files that
-# nobody used lately.
+# Control groups of version 2, then version 1: folder, files of limit and use, and the statistic of file pages without
+# recent use, which the kernel frees before it kills a process.
 _GROUPS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -28,32 +28,32 @@ _GROUPS = {
 
 
 class HostTier(Tier):
-    """A tier of pinned host memory, once it is open.
+    """A tier of pinned host memory, usable after :meth:`open`.
 
     Args:
-        device: of the stages, whose tensors move.
+        device: GPU of the stages.
     """
 
     def __init__(self, device: torch.device, group: RankGroup) -> None:
         super().__init__(None, device, 1, group.group)
-        launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # other pipelines of this host pin as well
+        launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # counts ranks of other pipelines on this host, too
         self._host_ranks = max(group.local_size, int(launched) if launched.isdigit() else 1)
 
     @staticmethod
     def check(device: torch.device) -> None:
-        """Raises ValueError where stages lie on no GPU."""
+        """Raises ValueError if the stages lie on no GPU."""
         where.check("host", "Memory.offload=seq1f1b.HOST", device)
 
     def open(self, gpu: object) -> None:
-        """Makes its streams, by the core's handle of the GPU. Raises RuntimeError if the driver fails."""
+        """Creates the tier's streams from the core's handle of the GPU. Raises RuntimeError if the driver fails."""
         self.handle = _C.host_tier(gpu, functools.partial(check_host, self._host_ranks))
 
 
 def check_host(host_ranks: int, needed: int, root: str = "") -> None:
-    """Raises MemoryError where each rank of the host cannot have so many bytes: a container is killed, not refused.
+    """Raises MemoryError if the host lacks the needed bytes for each rank. Without this check, a container is killed.
 
     Args:
-        host_ranks: that are taken to need as much. root: the folder in which /proc and /sys lie.
+        host_ranks: number of ranks on the host, each with the need of this rank. root: folder of /proc and /sys.
     """
     left, what = host_room(root)
     if needed > left / host_ranks:
@@ -65,8 +65,8 @@ def check_host(host_ranks: int, needed: int, root: str = "") -> None:
 
 
 def host_room(root: str) -> tuple[float, str]:
-    """Bytes that the host can still give, and what says so: the least of its free memory and of what every control
-    group of this process leaves. A sixteenth of what limits is left for others."""
+    """Returns the bytes left on the host, and the name of the limit: free memory, or the tightest control group of this
+    process. A sixteenth of each limit stays reserved for other programs."""
     found = [(math.inf, "")]
     memory = _numbers(f"{root}/proc/meminfo")
     if memory.keys() >= {"MemTotal:", "MemAvailable:"}:
@@ -76,11 +76,11 @@ def host_room(root: str) -> tuple[float, str]:
             if controllers not in _GROUPS:
                 continue
             folder, limit_file, use_file, spare = _GROUPS[controllers]
-            # In a container the path may name what only the host sees; then its root stands.
+            # In a container, the path may exist on the host only; the root of the groups then counts.
             for group in (PurePosixPath(path), *PurePosixPath(path).parents):
                 own = f"{root}/sys/fs/cgroup/{folder}{group}/"
                 limit, used = _numbers(own + limit_file).get("", math.inf), _numbers(own + use_file).get("", math.inf)
-                if limit < 1 << 62 and used < math.inf:  # version 1 writes a very large number for none
+                if limit < 1 << 62 and used < math.inf:  # version 1 writes a very large number for no limit
                     spared = _numbers(f"{own}memory.stat").get(spare, 0)
                     found.append((limit - used + spared - limit // 16, f"the limit of control group {group}"))
     left, what = min(found)
@@ -88,7 +88,7 @@ def host_room(root: str) -> tuple[float, str]:
 
 
 def _numbers(path: str) -> dict[str, int]:
-    """The number of each line of a file, by the words before it; none where there is no such file."""
+    """Returns the number of each line of a file, by the words before the number; empty if there is no file."""
     found = {}
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         for line in file:

@@ -1,11 +1,11 @@
-"""The package's own CUDA kernels: the library that holds them, and when attention takes one.
+"""The library of the package's own CUDA kernels, and the choice of a kernel for attention.
 
-Each kernel proves itself where it runs, at its first use (proof.py). Those of attention take the calls with documents
-or a soft cap on every GPU of Ampere or later: a soft cap's only other way is matrix products, up to 200 times slower;
-over documents torch's flash ops ask the host, and no GPU has run them. Where torch is to be deterministic, our
-backward, whose dQ is not, is not taken. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels
-wherever there is one for the call, unproven; ``library`` never. The environment is read once, when this module is
-imported.
+Each kernel is checked on its device at the first use (proof.py). Kernels of attention run the calls with documents or a
+soft cap on every GPU of Ampere or later. The alternative for a soft cap is matrix products, up to 200 times slower; for
+documents, the alternative is torch's flash ops, which need the layout on the host and have not run on a GPU yet. In
+torch's deterministic mode our backward is not used, because the order of its sums of dQ varies.
+``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses our kernels for every possible call, without the check;
+``library`` uses none. The environment is read once, at the import of this module.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__: list[str] = []
 
 LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
 ATTENTION = ("attention_forward", "attention_backward")
-PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
+PARTS = "attention_parts"  # merges and sums of results over ranges of keys; see attention_parts.py
 USES = {
     **dict.fromkeys(ATTENTION, "for documents and soft caps, heads of 64 and 128"),
     PARTS: "for results over ranges of keys, which are merged and added up, heads of a multiple of 8",
 }
 OPERATIONS = tuple(USES)
-HEADS = (64, 128)  # sizes that the kernels of attention take
+HEADS = (64, 128)  # head sizes of the kernels of attention
 CODES = {getattr(torch, name): code for code, name in kernel_tables.DTYPES.items()}
 
 
 def operations() -> dict[str, Operation]:
-    """The library's operations by name; none if it was not built.
+    """Returns the library's operations by name; empty if the library was not built.
 
     Raises:
-        OSError, ValueError: there is one, and it cannot be used.
+        OSError, ValueError: the library exists and cannot be used.
     """
     return _operations_of(LIBRARY)
 
@@ -57,7 +57,7 @@ def _operations_of(path: Path) -> dict[str, Operation]:
 
 @functools.cache
 def _usable(path: Path) -> dict[str, Operation]:
-    """As ``operations``; none, with a warning, if the library cannot be used."""
+    """Returns the library's operations; empty, with a warning, if the library cannot be used."""
     try:
         return _operations_of(path)
     except (OSError, ValueError) as error:
@@ -74,10 +74,10 @@ preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
 
 
 def preference() -> str:
-    """'own', 'library' or '': the check and the records decide.
+    """Returns 'own', 'library' or ''; with '', the check at the first use decides.
 
     Raises:
-        ValueError: the environment asks for something else.
+        ValueError: the environment variable has another value.
     """
     if preferred not in ("", "own", "library"):
         raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {preferred!r}, must be 'own', 'library' or unset")
@@ -92,10 +92,10 @@ _proofs = proof.Proofs(
 
 
 def choose(name: str, q: Tensor) -> Operation | None:
-    """The operation of ours that is to be launched for such queries; None: torch's ops are.
+    """Returns our operation to launch for the queries; None: use torch's ops.
 
     Raises:
-        RuntimeError: ours are asked for by the environment, and there is no library of them.
+        RuntimeError: the environment asks for our kernels, and their library was not built.
     """
     found = wanted(name, q.device)
     adds_in_order = name == ATTENTION[0] or not torch.are_deterministic_algorithms_enabled()
@@ -109,10 +109,10 @@ def choose(name: str, q: Tensor) -> Operation | None:
 
 
 def wanted(name: str, device: torch.device) -> Operation | None:
-    """An operation of ours if the device runs it and the environment does not rule it out; unproven.
+    """Returns our operation, unchecked; None if it is not built, not for the device, or ruled out by the environment.
 
     Raises:
-        RuntimeError: ours are asked for by the environment, and there is no library of them.
+        RuntimeError: the environment asks for our kernels, and their library was not built.
     """
     wish = preference()
     if wish == "library" or not (wish or can_run(device)):
@@ -127,17 +127,17 @@ def wanted(name: str, device: torch.device) -> Operation | None:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; (0, 0) of what is no CUDA device."""
+    """Returns the compute capability; (0, 0) for a device other than CUDA."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def can_run(device: torch.device) -> bool:
-    """Whether our kernels are for the device: Ampere or later."""
+    """Returns whether the device can run our kernels: Ampere or later."""
     return capability(device) >= (8, 0)
 
 
 def warn_of_products(name: str, q: Tensor) -> None:
-    """Warns once where no kernel takes what goes by matrix products, although the device could run ours."""
+    """Warns once if matrix products run a call for lack of a kernel, although the device could run our kernels."""
     found = wanted(name, q.device)
     has_none = not LIBRARY.exists() if found is None else q.shape[3] not in HEADS
     if not preference() and can_run(q.device) and has_none:
@@ -158,18 +158,18 @@ def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
     )
 
 
-# The functions behind torch.cuda's, which take microseconds more in each launch; torch's build for CPUs lacks them.
+# The functions behind torch.cuda's wrappers save microseconds in each launch; torch's build for CPUs lacks them.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def on(index: int) -> AbstractContextManager[object]:
-    """Around a launch: makes the CUDA device of this index the current one; -1, which stands for the CPU, always is."""
+    """Makes the CUDA device of an index current for a launch; index -1 stands for the CPU and changes nothing."""
     return nullcontext() if index < 0 or index == _current_device() else torch.cuda.device(index)
 
 
 def raw_stream(index: int) -> int:
-    """The address of the current stream of a CUDA device; 0, which no launch reads, for the CPU's index -1."""
+    """Returns the address of the current stream of a CUDA device; 0 for the CPU's index -1."""
     if index < 0:
         return 0
     return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
@@ -184,13 +184,13 @@ def launch_attention(
     """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
 
     Args:
-        q, out, dout, dq: (batch, heads, tokens, head_dim); k, v, dk, dv: (batch, kv_heads, N, head_dim), k and v of the
-            same strides, dk and dv too, float32. The last query is token N - 1.
-        own_dk, own_dv: (batch, kv_heads, tokens, head_dim), of q's dtype and the same strides: the sums of the last
-            rows of dk and dv, which then hold nothing of use.
-        store: dk and dv hold nothing yet; else they are added to.
+        q, out, dout, dq: (batch, heads, tokens, head_dim). The last query is token N - 1.
+        k, v, dk, dv: (batch, kv_heads, N, head_dim); k and v have equal strides, and so do dk and dv, in float32.
+        own_dk, own_dv: (batch, kv_heads, tokens, head_dim), in q's dtype, with equal strides: the sums of the last rows
+            of dk and dv, whose own values are undefined after the launch.
+        store: whether to overwrite dk and dv instead of adding to them.
         lse: (batch, heads, tokens), contiguous, float32.
-        docs: (batch, N), int32; empty: none.
+        docs: (batch, N), int32; empty: no documents.
     """
     batch, heads, tokens, head_dim = q.shape
     docs, of_keys = docs if docs.stride(-1) == 1 else docs.contiguous(), _rows(k, v)
@@ -202,15 +202,15 @@ def launch_attention(
         *_rows(dout), *_rows(dq), *_rows(dk, dv), store, *_rows(own_dk, own_dv),
     )  # fmt: skip
     index = q.get_device()
-    with on(index):  # the launcher asks what the current device can
+    with on(index):  # the launcher queries the current device
         size = operation.scratch_bytes(pack(0, 0))
         operation.check(max(0, -size))
-        scratch = q.new_empty(size, dtype=torch.uint8)  # given back to the stream's pool behind the launch
+        scratch = q.new_empty(size, dtype=torch.uint8)  # returns to the stream's pool after the launch
         operation.launch(pack(scratch.data_ptr(), size), raw_stream(index))
 
 
 def _rows(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Addresses of tensors, and their strides of batch, head and row, which must be the same; None: zeros."""
+    """Returns the addresses of tensors, and the strides of batch, head and row common to all; zeros for None."""
     found = [t for t in tensors if t is not None]
     if not found:
         return (0,) * (len(tensors) + 3)
@@ -219,7 +219,7 @@ def _rows(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def describe() -> list[str]:
-    """Lines for ``seq1f1b doctor``: what there is, and what its absence costs."""
+    """Returns lines for ``seq1f1b doctor``: the kernels, or the effect of their absence."""
     try:
         found = operations()
     except (OSError, ValueError) as error:

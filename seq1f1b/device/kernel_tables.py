@@ -1,8 +1,8 @@
-"""The shared object of CUDA kernels, by ctypes: what its tables say, and its launchers.
+"""Tables and launchers of the shared object of CUDA kernels, by ctypes.
 
-It links no CUDA driver: it opens on a machine without a GPU, where its tables can be read and every launch fails with
-CUDA's own words. The structs are those of ``kernels/cuda``: kernel_table.h, attention_arguments.h and
-attention_parts_arguments.h. Nothing here needs torch.
+The object links no CUDA driver: without a GPU it opens, its tables can be read, and every launch fails with CUDA's own
+text. The structs are defined in ``kernels/cuda``: kernel_table.h, attention_arguments.h and
+attention_parts_arguments.h. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 __all__: list[str] = []
 
 ABI = 2  # S1F_CUDA_ABI
-INVALID_VALUE = 1  # the cudaError_t of arguments that no kernel takes
+INVALID_VALUE = 1  # the cudaError_t for arguments without a kernel
 DTYPES = {2: "bfloat16", 3: "float16"}  # by number in dtype.h
 
 ATTENTION = struct.Struct("i6q 3P6q P3q P d q d Pq P3q P3q 2P3q i 2P3q Pq")  # s1f_cuda_attention
@@ -28,14 +28,14 @@ class Operation(NamedTuple):
     """A launcher and its kernels.
 
     Attributes:
-        scratch_bytes: bytes of the device that a launch with these arguments needs; minus the error where it would
-            fail.
-        call: launches on a stream, by arguments and stream; the error.
-        error_text: CUDA's words for an error.
+        scratch_bytes: returns the device memory needed by a launch with these arguments, in bytes; if the launch would
+            fail, minus the error.
+        call: launches, by arguments and stream; returns the error.
+        error_text: returns CUDA's text for an error.
     """
 
     name: str
-    source: str  # sha256 of the code that it was compiled from, comments left out
+    source: str  # sha256 of the compiled source code without comments
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
     scratch_bytes: Callable[[bytes], int]
@@ -43,7 +43,7 @@ class Operation(NamedTuple):
     error_text: Callable[[int], bytes]
 
     def launch(self, arguments: bytes, stream: int) -> None:
-        """Raises ValueError where no kernel takes the arguments, RuntimeError where CUDA fails otherwise."""
+        """Raises ValueError if no kernel takes the arguments, and RuntimeError for every other failure of CUDA."""
         self.check(self.call(arguments, stream))
 
     def check(self, error: int) -> None:
@@ -63,11 +63,11 @@ class _Operation(ctypes.Structure):
 
 
 def find(path: Path, name: str) -> Operation:
-    """An operation of the shared object, "attention_forward" for instance.
+    """Returns an operation of the shared object, "attention_forward" for example.
 
     Raises:
         OSError: the object cannot be opened.
-        ValueError: it has no such operation, or was built for other structs.
+        ValueError: the object lacks the operation, or was built for another version of the structs.
     """
     found = _Operation.in_dll(ctypes.CDLL(str(path)), f"s1f_cuda_{name}")
     if found.abi != ABI:

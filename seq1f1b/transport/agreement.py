@@ -1,4 +1,4 @@
-"""Arguments that all ranks of a pipeline must give alike, and the error that names different ones."""
+"""Comparison of arguments that must be equal on all ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__: list[str] = []
 
 
 class Disagreement(ValueError):
-    """The ranks of a pipeline were given different arguments. Every rank raises this error."""
+    """Error of ranks with different arguments. Every rank of the pipeline raises it."""
 
 
 def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Raises :class:`Disagreement`, which names the first different argument, unless all ranks' arguments are equal."""
+    """Raises :class:`Disagreement` with the first different argument, unless all ranks' arguments are equal."""
     for name in everyones[0]:
         ranks: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyones):
@@ -27,12 +27,12 @@ def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
 
 
 class Agreement:
-    """Compares the arguments of a pipeline's ranks: once, and again after a failure.
+    """Comparison of the arguments of a pipeline's ranks: once, and again after a failure.
 
     Args:
-        group: of the ranks.
+        group: the ranks' group.
         own: the rank's arguments, by name: a value to compare, and a text for errors.
-        beside: a further value for other ranks.
+        beside: a further value, sent to all ranks.
         check_beside: raises unless the further values of all ranks fit together.
     """
 
@@ -45,7 +45,7 @@ class Agreement:
     ) -> None:
         self._group = group
         self._own, self._beside, self._check_beside = own, beside, check_beside
-        self.checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
+        self.checked_in = -1  # the group's epoch: a check may have passed on some ranks and failed on others
 
     def check(self) -> None:
         """Raises, on every rank, unless all ranks' arguments are equal. Collective."""

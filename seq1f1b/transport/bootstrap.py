@@ -1,4 +1,4 @@
-"""Makes a pipeline from a torch process group: finds ranks that can share memory, and the transport of each edge."""
+"""Set-up of a pipeline from a torch process group: ranks with shared memory, and the transport of each edge."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def connect(
     """Joins the processes of a torch process group into a pipeline. Collective.
 
     Args:
-        process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
-            parameters only, unless c10d carries edges.
+        process_group: torch's group; None: the default group. Used only for set-up and the gradients of tied
+            parameters, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge within a host;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) use the transports of "auto". Equal on all ranks.
-        arrival_timeout: seconds for all ranks to come. timeout: for each later part.
-        meeting: of :func:`meeting_of`, if the caller has one.
+        arrival_timeout: seconds for all ranks to come. timeout: seconds for each later part.
+        meeting: result of :func:`meeting_of`, if the caller has called it.
     Raises:
-        ValueError: the transport is impossible here; on every rank.
-        PipelineError: another rank failed, or did not come.
+        ValueError: the transport is impossible here; raised on every rank.
+        PipelineError: a rank failed or did not come.
     """
     if meeting is None and (meeting := meeting_of(process_group)) is None:
         return LoopbackGroup(1)[0]
@@ -53,17 +53,17 @@ def connect(
     try:
         meeting.begin(arrival_timeout, timeout)
         group = _connect(meeting, transport, timeout)
-        meeting.gather(None)  # everyone has one
+        meeting.gather(None)  # every rank has a group now
         return group
     except BaseException as error:
-        if isinstance(error, (ConnectionError, _C.PipelineError)):  # the rank that caused it may be about to say why
+        if isinstance(error, (ConnectionError, _C.PipelineError)):  # gives the failed rank time to report the cause
             time.sleep(0.3)
         first = meeting.fail(error)
         if group is not None:
-            group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
+            group.fail(f"set-up ended: {type(error).__name__}: {error}")  # close() then waits for no rank
             group.timeout_s = 0.5  # the store may be stopped
             group.close()
-        if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps caused by the first one
+        if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps a result of the first error
             raise first from error
         raise
     finally:
@@ -100,7 +100,7 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
             connection.close()
         connections = {}
     host = {rank, *connections}
-    # Whom one rank of a host meets, all of them do, unless one was refused: then nothing is shared.
+    # All ranks of a host meet the same ranks, unless a connection was refused; memory is not shared then.
     is_whole = all(
         (min(one, other) not in unmet[max(one, other)]) == (other in host) for one in host for other in range(size)
     )
@@ -126,7 +126,7 @@ def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGr
     """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1.
 
     Args:
-        options: of :func:`connect`.
+        options: further arguments of :func:`connect`.
     """
     if isinstance(group, RankGroup):
         return group

@@ -1,7 +1,7 @@
-"""File descriptors that an interrupt cannot lose.
+"""File descriptors, protected against loss by an interrupt.
 
-A signal handler may raise at any line of the main thread, even between the call that opens a descriptor and the line
-that would keep its number.
+A signal handler may raise at any line of the main thread, even between the call that opens a descriptor and the
+assignment of its number.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from seq1f1b import _C
 
 __all__: list[str] = []
 
-_LEAST_BYTES = 1 << 26  # that an edge is made of
+_LEAST_BYTES = 1 << 26  # the smallest edge
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Holds back an interrupt (SIGINT) until the block ends. For code without waits."""
-    if threading.current_thread() is not threading.main_thread():  # interrupts come to that one alone
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets interrupts
         yield
         return
     came: list[Any] = []
@@ -57,7 +57,7 @@ class Descriptor:
 def memory(size: int) -> Descriptor:
     """Returns anonymous shared memory: without a name in the file system, and gone with its last user.
 
-    Sealed against shrinking, which would turn a peer's read into SIGBUS.
+    The memory is sealed against shrinking: otherwise a peer's read might end in SIGBUS.
     """
     found = Descriptor(lambda: os.memfd_create("seq1f1b", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(found.number, size)
@@ -69,13 +69,13 @@ def mapping(descriptor: Descriptor, size: int) -> object:
     """Maps memory; the mapping stays until its last user is gone."""
     try:
         return _C.mapping_create(descriptor.number, size)
-    except MemoryError:  # address space: engines that are garbage may still hold some
+    except MemoryError:  # uncollected engines may still hold address space
         gc.collect()
         return _C.mapping_create(descriptor.number, size)
 
 
 def address_space(most: int) -> int:
-    """Returns bytes that one edge may reserve: a sixteenth of the process's limit (``ulimit -v``), at most ``most``."""
+    """Returns the bytes for one edge: a sixteenth of the process's limit (``ulimit -v``), at most ``most``."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return most if limit == resource.RLIM_INFINITY else min(most, max(limit // 16, _LEAST_BYTES))
 
@@ -102,7 +102,7 @@ def edge_memory(most: int) -> tuple[Descriptor, object, int]:
 
 
 def private_mapping(size: int) -> object:
-    """Returns memory that no other process has."""
+    """Returns mapped memory private to the process."""
     return mapping(memory(size), size)
 
 
@@ -115,7 +115,7 @@ def accept(listener: socket.socket) -> socket.socket:
 
 
 def receive(connection: socket.socket, size: int) -> tuple[bytes, Descriptor]:
-    """Returns up to ``size`` bytes, and the descriptor that came with them. Raises OSError without a descriptor."""
+    """Returns up to ``size`` bytes and the accompanying descriptor. Raises OSError without a descriptor."""
     _wait_for_data(connection)
     with uninterrupted():
         data, numbers, _, _ = socket.recv_fds(connection, size, 1)

@@ -1,4 +1,4 @@
-"""Directed edges between stages, what may carry them, and tensors over the memory in which their messages lie."""
+"""Directed edges between stages, their transports, and tensors over the memory of their messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__: list[str] = []
 
 
 class Transport(NamedTuple):
-    over: tuple[str, ...]  # what may carry the edge, or its headers if payloads stay on GPUs, by ``transport_to``
+    over: tuple[str, ...]  # for the edge, or its headers if payloads stay on GPUs; names of ``transport_to``
     between_gpus: bool = False
 
 
 TRANSPORTS = {
-    "auto": Transport(("loopback", "shm", "c10d")),  # the first of these that can be
+    "auto": Transport(("loopback", "shm", "c10d")),  # the first possible transport
     "shm": Transport(("loopback", "shm")),
     "c10d": Transport(("loopback", "c10d")),
     "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
@@ -51,32 +51,32 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
     """Returns a tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor.
 
     Args:
-        gpu: on which the memory is; -1: host memory.
+        gpu: GPU with the memory; -1: host memory.
     """
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Returns the number of tensors and other objects that hold the storage, without the given object."""
+    """Returns the number of tensors and other holders of the storage, without the given object."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def leave_place(views: Sequence[Tensor | None]) -> bool:
-    """Copies tensors over a place that will hold the next message, if others still hold them.
+    """Copies received tensors with further holders before the next message overwrites their place.
 
-    Hooks keep such tensors, and a state may be a view of a received tensor. The copy takes the place of their memory,
-    so they, their views and graphs that saved them stay valid.
+    Hooks keep received tensors, and a state may be a view of one. The copy replaces the tensor's memory, so the tensor,
+    its views and graphs with the saved tensor stay valid.
 
     Args:
-        views: tensors that the place keeps of its message; None for a missing gradient.
+        views: the place's tensors of its message; None for a missing gradient.
     Returns:
-        Whether any was copied: the views then no longer lie over the place.
+        Whether any tensor was copied: the views then no longer lie over the place.
     """
     found = False
     for view in views:
         if view is None or not (storage := view.untyped_storage()).nbytes():
             continue
-        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
+        if torch._C._storage_Use_Count(storage._cdata) == 2:  # the view and ``storage`` are the only holders
             continue
         found = True
         if _SWAPS:
@@ -95,7 +95,7 @@ def leave_place(views: Sequence[Tensor | None]) -> bool:
 def place_views(
     end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
 ) -> tuple[list[Tensor | None], list[bool]]:
-    """Returns tensors over a received message, and whether each requires grad; None for a missing gradient.
+    """Returns tensors over a received message (None for a missing gradient), and a list of their requires_grad.
 
     Args:
         payload: address of the message's payload.

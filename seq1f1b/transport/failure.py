@@ -1,4 +1,4 @@
-"""Why a step ended, and which errors the other ranks hear of."""
+"""Reasons for the end of a step, and marks on errors already reported to all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__: list[str] = []
 
 
 def error_of(rank: int, text: str) -> _C.PipelineError:
-    """Returns an error that blames a rank."""
+    """Returns an error with the rank to blame."""
     error = _C.PipelineError(text)
     error.rank = rank
     return error
 
 
 class Failure(NamedTuple):
-    """The reason for which a step ended, or would not begin.
+    """The reason why a step ended or did not begin.
 
     Attributes:
         rank: the rank to blame; -1: unknown.
@@ -38,11 +38,11 @@ class Failure(NamedTuple):
         return found
 
 
-_TOLD = "_seq1f1b_told"  # an error that came out of a call of the engine, which the other ranks hear of by that call
+_TOLD = "_seq1f1b_told"  # marks an error raised by a call of the engine: the call reports the error to all ranks
 
 
 def has_been_told(error: BaseException | None) -> bool:
-    """Returns whether an error came out of a call of the engine, or was raised while handling such an error."""
+    """Returns whether a call of the engine raised the error, or an earlier error in its chain."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _TOLD):
@@ -53,6 +53,6 @@ def has_been_told(error: BaseException | None) -> bool:
 
 
 def mark_as_told(error: BaseException) -> None:
-    """Notes that the other ranks hear of an error: see :func:`has_been_told`."""
-    with suppress(Exception):  # a type of error that takes no attributes
+    """Marks an error as reported to all ranks: see :func:`has_been_told`."""
+    with suppress(Exception):  # some types of errors take no attributes
         setattr(error, _TOLD, True)

@@ -1,4 +1,4 @@
-"""One rank's membership in a pipeline, whatever lies behind its edges."""
+"""One rank's membership in a pipeline, common to all transports."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__: list[str] = []
 
 
 class OfOneProcess:
-    """Base of objects bound to the process and to its place among the ranks, which a copy would not have."""
+    """Base of objects bound to the process and its place among the ranks; a copy would have no place."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError on a copy or pickle."""
+        """Raises TypeError: copies and pickles are refused."""
         raise TypeError(
             f"a {type(self).__name__} is bound to its process and its place among the ranks, so it is neither copied "
             "nor pickled: copy engine.stages or their state_dict(), and make a PipelineEngine in each process"
@@ -35,32 +35,32 @@ class OfOneProcess:
 class RankGroup(OfOneProcess, ABC):
     """One rank's membership in a pipeline: progress, failures, edges and small collectives.
 
-    Every rank counts its steps, also steps that end before they begin, and the ranks pair by this count. A step that
-    fails on one rank ends on all: everyone gets one :class:`PipelineError`. A rank that is still in the step before
-    finishes that step first; a rank that has left the failed step well hears in its next step, which then ends on all
-    ranks. The next :meth:`begin_step` waits until all ranks have come to the same step, then goes on. It ends with an
-    error, at once, if another rank has left this step by an error.
+    Every rank counts its steps, including steps that end before their begin, and ranks pair by the count. A failure on
+    one rank ends the step on all: every rank gets one :class:`PipelineError`. A rank still in the step before finishes
+    its step first. A rank already past the failed step hears of the failure in its next step, which then ends on all
+    ranks. The next :meth:`begin_step` waits until all ranks have come to an equal step, and ends at once with an error
+    if a rank has left the step by an error.
     """
 
     is_thread = False  # True: the ranks are threads of one process
-    process_group: Any = None  # torch's, if the ranks are processes of one
+    process_group: Any = None  # torch's process group, if the ranks are its processes
 
     def __init__(self, rank: int, size: int, group: object, *, arena_bytes: int, local_size: int) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.arena_bytes = arena_bytes
         self.step, self.training = 0, True
-        self.local_size = local_size  # ranks of this host
-        self.epoch = 0  # the step in which all ranks have met after a failure, equal on all within a step
+        self.local_size = local_size  # number of ranks on this host
+        self.epoch = 0  # the step in which all ranks have met after a failure; equal on all ranks within a step
         self._round = 0
         self._has_entered = False
-        self._first_step = 0  # of the user's call, which may have several
+        self._first_step = 0  # first step of the user's call; a call may have several steps
         self._is_several = False
-        self._acknowledged = False  # this rank's user has seen the standing failure
-        self._own_text = ""  # of an error of this rank
-        self._met_failure: Failure | None = None  # instead of meeting all ranks
-        self.hangup_fds = [-1] * size  # by rank, descriptors that tell of a dead peer; -1: there is none
+        self._acknowledged = False  # whether this rank's user has seen the standing failure
+        self._own_text = ""  # text of this rank's own error
+        self._met_failure: Failure | None = None  # the failure that prevented a meeting of all ranks
+        self.hangup_fds = [-1] * size  # by rank, a descriptor that signals the peer's death; -1: there is none
         self._ends: dict[Edge, object] = {}
-        self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
+        self._edge_texts: dict[int, str] = {}  # by neighbour, the text of an edge, for errors
         self._peers: dict[Edge, int] = {}
         self.set_limits(300.0)
 
@@ -70,7 +70,7 @@ class RankGroup(OfOneProcess, ABC):
         """Sets the longest silence of a peer, and the time to spin before sleeping.
 
         Args:
-            spin_us: None: 20, or 0 where the ranks of this host have more threads than there are cores.
+            spin_us: microseconds; None: 20, or 0 if the ranks of the host have more threads than the host has cores.
         """
         if spin_us is None:
             crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
@@ -79,15 +79,12 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_set_limits(self.group, timeout_s, spin_us)
 
     def fail(self, text: str) -> None:
-        """Ends the rank's step on every rank, in the rank's name; between two steps, the next step.
-
-        The first failure wins.
-        """
+        """Ends the rank's current or next step on every rank, in the rank's name. The first failure wins."""
         self._own_text = text
         _C.group_fail(self.group, self.rank, text, "", "", 0)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
-        """Ends the step on every rank because another rank is gone. Returns the text."""
+        """Ends the step on every rank because a peer is gone. Returns the error's text."""
         what, age, _ = _C.group_get_progress(self.group, rank)
         edge = edge or self._edge_texts.get(rank, "set-up")
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
@@ -104,26 +101,26 @@ class RankGroup(OfOneProcess, ABC):
             raise self._failure(rank, f"rank {rank} {since} (waiting for {waiting_for})")
 
     def _failure(self, rank: int, text: str) -> _C.PipelineError:
-        """Ends the step on every rank. Returns this error even if an earlier failure stands."""
+        """Ends the step on every rank. Returns the error, even if an earlier failure stands."""
         _C.group_fail(self.group, rank, text, "", "", 0)
         return error_of(rank, text)
 
     def check(self) -> None:
-        """Raises PipelineError once a failure ends the step that the rank is in, or enters next."""
+        """Raises PipelineError if a failure ends the rank's current or next step."""
         _C.group_check(self.group)
 
     @property
     def has_failed(self) -> bool:
-        """Returns whether a failure ends the step that the rank is in or enters next."""
+        """Returns whether a failure ends the rank's current or next step."""
         return _C.group_failure(self.group) is not None
 
     # -- steps
 
     def enter(self) -> None:
-        """Comes to the next step, which counts from here on, however it ends.
+        """Comes to the next step. From here on the step counts, even if it fails.
 
         Raises:
-            PipelineError: another rank failed since the rank left its last step; or a rank is gone.
+            PipelineError: a rank has failed since this rank left its last step; or a rank is gone.
         """
         self.step += 1
         self._has_entered = True
@@ -133,14 +130,14 @@ class RankGroup(OfOneProcess, ABC):
             _C.group_check(self.group)
 
     def begin_step(self, training: bool = True) -> int:
-        """Begins the step that the rank has come to, or comes to the next one. Returns its number.
+        """Begins the step entered by :meth:`enter`, or enters and begins the next step. Returns the step's number.
 
-        After a failed step waits until all ranks have come to this step.
+        After a failed step, waits until all ranks have come to this step.
 
         Args:
-            training: whether the step trains; equal on all ranks, unless they err.
+            training: whether the step trains; equal on all ranks without a mistake of the user.
         Raises:
-            PipelineError: as of :meth:`enter`; or another rank has left this step by an error.
+            PipelineError: an error of :meth:`enter`; or a rank has left this step by an error.
         """
         if not self._has_entered:
             self.enter()
@@ -151,18 +148,18 @@ class RankGroup(OfOneProcess, ABC):
         return self.step
 
     def finish_units(self, first_stage_rank: int) -> None:
-        """Ends the units of a training step once those of the first stage's rank, on which backwards end, have ended.
+        """Ends the units of a training step once the units of the first stage's rank have ended.
 
-        So no rank leaves a step well, and updates its weights, if the last backwards fail. The wait costs nothing: the
-        next step needs that rank first, too.
+        The last backwards run there: if one fails, no rank leaves the step well and updates its weights. The wait costs
+        nothing, because the next step starts on the first stage's rank.
         """
         _C.group_finish_step(self.group, first_stage_rank, self.hangup_fds[first_stage_rank])
 
     def end_step(self, failed: bool) -> None:
-        """Leaves a step. Does not wait for the others.
+        """Leaves a step without a wait for other ranks.
 
         Args:
-            failed: by an error: the rank's own, told by :meth:`fail`, or one it has heard of.
+            failed: whether an error ends the step: the rank's own, reported by :meth:`fail`, or a peer's.
         """
         if failed:
             self._leave()
@@ -172,7 +169,7 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_progress(self.group, f"code after step {self.step}")
 
     def _leave(self) -> Failure:
-        """Tells ranks waiting to meet the rank in this step, or an earlier one, that it will not come."""
+        """Tells peers that the rank will not meet them in this step or an earlier step. Returns the failure."""
         standing = _C.group_failure(self.group)
         failure = self._met_failure or (Failure(*standing) if standing is not None else None)
         if self._own_text or failure is None:
@@ -187,11 +184,11 @@ class RankGroup(OfOneProcess, ABC):
         return failure
 
     def _tell(self) -> None:
-        """Returns once the other ranks can hear of the standing failure, whatever the rank does next."""
+        """Returns once all ranks can hear of the standing failure, even if this rank ends next."""
         return
 
     def give_up(self, reason: str) -> None:
-        """Fails in place of the rank's next step; the other ranks' step ends with this reason."""
+        """Fails in place of the rank's next step; the step of all ranks ends with the reason."""
         self.step += 1
         self._first_step = self.step
         _C.group_enter(self.group, self.step)
@@ -200,9 +197,9 @@ class RankGroup(OfOneProcess, ABC):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Surrounds a collective between two steps: an error of the rank ends the others' waiting.
+        """Surrounds a collective between two steps: an error of the rank ends the wait of its peers.
 
-        All ranks then come to the same next step, and meet there. Until then each collective ends at once, because
+        All ranks then come to an equal next step, and meet there. Until then each collective ends at once, because
         ranks left the failed step after different numbers of exchanges.
         """
         if self._acknowledged:
@@ -222,9 +219,9 @@ class RankGroup(OfOneProcess, ABC):
 
     @contextmanager
     def as_one(self, steps: int) -> Iterator[None]:
-        """Surrounds at most ``steps`` steps that form one call: all ranks leave the call as if it had been so many.
+        """Surrounds a call of at most ``steps`` steps: every rank leaves the call with this number of steps counted.
 
-        So ranks that leave the call by errors in different steps come to the same step afterwards.
+        So ranks with errors in different steps of the call come to an equal step afterwards.
         """
         last = self.step + steps
         self._first_step, self._is_several = self.step + 1, True
@@ -245,7 +242,7 @@ class RankGroup(OfOneProcess, ABC):
         _C.group_enter(self.group, last + 1)
 
     def fail_step(self, step: int) -> None:
-        """Leaves a step by an error; the rank may be in this step, or not have come to it."""
+        """Leaves a step by an error, entered or not."""
         self.step = step
         self.end_step(failed=True)
 
@@ -253,7 +250,7 @@ class RankGroup(OfOneProcess, ABC):
         """Waits until all ranks have left the failed step; forgets the failure before any rank begins a new step.
 
         A rank that has left this step by an error, or has come to a later step, cannot be met: then this step ends with
-        an error here, too, until all ranks come to the same step.
+        an error on this rank as well, until all ranks come to an equal step.
         """
         self.epoch, self._round = self.step, 0
         try:
@@ -272,7 +269,7 @@ class RankGroup(OfOneProcess, ABC):
             _C.group_clear(self.group)
 
     def _will_not_meet(self, failure: Failure) -> _C.PipelineError:
-        """Returns the error of a rank that cannot meet all ranks in this step, because a rank has passed the step."""
+        """Returns the error for a failed meeting in this step, because a rank has passed the step."""
         if not failure.text:
             failure = failure._replace(text=f"it has come to a later step, this rank is in step {self.step}")
         self._met_failure = failure._replace(step=self.step)
@@ -292,7 +289,7 @@ class RankGroup(OfOneProcess, ABC):
             raise self._will_not_meet(Failure(*passed)) from error
 
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
-        """Returns the bytes of all ranks, of any length: the first round carries the lengths."""
+        """Returns the bytes of all ranks, of any length. The first round carries the lengths."""
         head = struct.calcsize("q")
         room = _C.GATHER_BYTES - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
@@ -308,7 +305,7 @@ class RankGroup(OfOneProcess, ABC):
         self._gather(b"")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Values of :mod:`seq1f1b.transport.values`, by rank."""
+        """Returns the values of all ranks (types of :mod:`seq1f1b.transport.values`), by rank. Collective."""
         return [unpack(data) for data in self._gather(pack(value))]
 
     # -- gradients of tied parameters
@@ -316,26 +313,28 @@ class RankGroup(OfOneProcess, ABC):
     def exchange(
         self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
     ) -> dict[int, Tensor]:
-        """Returns tensors of a few ranks, by rank, with the rank's own. All these ranks call it, in one order.
+        """Exchanges tensors between a few ranks. Returns tensors by rank, including the rank's own.
+
+        All participants call the method, in one order.
 
         Args:
-            mine: sent to the receivers; None: nothing is sent.
-            senders: other ranks that send, each a tensor in the shape of ``like``: for a parameter in the dtype of its
-                gradients, else in the dtype of ``like``.
+            mine: tensor for the receivers; None: this rank does not send.
+            senders: peers that send a tensor in the shape of ``like`` and its dtype; for a parameter, in the dtype of
+                its gradients.
         """
         found = {} if mine is None else {self.rank: mine.contiguous()}
         dtype = like.grad_dtype or like.dtype
         places = {rank: torch.empty(like.shape, dtype=dtype, device="cpu") for rank in senders}
         transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
         if mine is not None and receivers:
-            data = found[self.rank].cpu()  # a device's travel through host memory
+            data = found[self.rank].cpu()  # tensors of a device travel through host memory
             transfers += [self._begin_send(data, rank) for rank in receivers]
         for wait in transfers:
             wait()
         return found | {rank: place.to(like.device) for rank, place in places.items()}
 
     @abstractmethod
-    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]: ...  # which waits for its end
+    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]: ...  # returns a wait for the transfer's end
 
     @abstractmethod
     def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]: ...
@@ -343,11 +342,11 @@ class RankGroup(OfOneProcess, ABC):
     # -- edges
 
     def edge_end(self, edge: tuple[int, ...], peer_rank: int, is_receiver: bool, text: str) -> object:
-        """Returns the rank's end of a directed edge. All ranks open their edges in one agreed order.
+        """Returns the rank's end of a directed edge. All ranks open edges in one agreed order.
 
         Args:
-            edge: its source stage and destination stage, and its channel if not 0.
-            text: names the edge in errors: "activations of stage 0 to 1".
+            edge: source stage, destination stage, and the channel if not 0.
+            text: name of the edge in errors: "activations of stage 0 to 1".
         """
         key = Edge(*edge)
         self._peers[key] = peer_rank
@@ -360,7 +359,7 @@ class RankGroup(OfOneProcess, ABC):
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object: ...
 
     def begin(self) -> None:
-        """Waits until all ranks have opened their edges. Collective. Raises PipelineError on all if a rank failed."""
+        """Waits until all ranks have opened all edges. Collective. Raises PipelineError on all if a rank failed."""
         self.barrier()
 
     def peer_of(self, edge: Edge) -> int:
@@ -372,9 +371,9 @@ class RankGroup(OfOneProcess, ABC):
         """Returns the name of the transport to a neighbour: "loopback", "shm" or "c10d"."""
 
     def leave(self) -> None:
-        """Closes soon the group of an engine that was dropped without ``close``."""
+        """Closes the group of an engine dropped without ``close``, with a short wait."""
         return
 
     def close(self) -> None:
-        """Drops the edges; tensors that still lie in their places stay valid."""
+        """Drops the edges; tensors in their places stay valid."""
         self._ends.clear()

@@ -1,4 +1,4 @@
-"""Lets processes of one host find and check each other."""
+"""Connections between processes of one host, with checks of their identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seq1f1b import _C
 from seq1f1b.transport.descriptors import accept, mapping, memory, receive
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
+_HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # the greeted rank's token, the greeter's rank
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -22,7 +22,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def receive_all(connection: socket.socket, size: int) -> bytes:
-    """Returns ``size`` bytes. Raises OSError if they do not come."""
+    """Returns ``size`` bytes. Raises OSError if fewer bytes come."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -33,11 +33,11 @@ def receive_all(connection: socket.socket, size: int) -> bytes:
 
 
 class Handshake:
-    """Connects a rank with other ranks of its host over abstract Unix sockets, which have no name in the file system.
+    """Connections from a rank to the ranks of its host over abstract Unix sockets, without names in the file system.
 
-    Such a name exists in one network namespace only, so a rank that cannot be reached by :meth:`dial` is on another
-    host, or in another container. The names are visible to every user of the host, so either side checks the other's
-    user id and a random 128-bit token that travelled through the process group.
+    The name of an abstract socket exists in one network namespace only, so a rank out of reach of :meth:`dial` is on
+    another host or in another container. Every user of the host sees the names, so both sides check the peer's user id
+    and a random 128-bit token, sent through the process group.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
@@ -46,12 +46,12 @@ class Handshake:
         self.name = f"\0seq1f1b-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.name)
-        self._listener.listen(1024)  # those who dial before anyone is accepted
+        self._listener.listen(1024)  # ranks may dial before the first accept()
         self._listener.settimeout(timeout_s)
         self._met: dict[int, socket.socket] = {}
 
     def dial(self, names: Sequence[str], tokens: Sequence[bytes]) -> dict[int, str]:
-        """Greets all lower ranks. Returns the ranks out of reach, with the reason."""
+        """Greets all lower ranks. Returns the ranks out of reach, each with the reason."""
         unmet = {}
         for peer in range(self.rank):
             try:
@@ -65,7 +65,7 @@ class Handshake:
         """Returns one connection per rank of the host, once both sides have checked each other.
 
         Args:
-            dialled_by: higher ranks that dialled this one.
+            dialled_by: higher ranks that have dialled this rank.
         """
         while left := dialled_by - self._met.keys():
             connection = accept(self._listener)
@@ -87,7 +87,7 @@ class Handshake:
         return met
 
     def close(self) -> None:
-        """Closes the connections that :meth:`accept` has not given away."""
+        """Closes the listener and all connections not returned by :meth:`accept`."""
         for each in (self._listener, *self._met.values()):
             each.close()
 
@@ -104,7 +104,7 @@ class Handshake:
         return connection
 
     def _greeted_by(self, connection: socket.socket, expected: set[int]) -> int | None:
-        """Returns the rank behind a connection; None for a stranger, who learns nothing and delays little."""
+        """Returns the rank behind a connection; None for a stranger, who gets no answer and causes a short delay."""
         if _peer_uid(connection) != os.getuid():
             return None
         connection.settimeout(5.0)
@@ -117,7 +117,7 @@ class Handshake:
 
 
 def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:
-    """Returns memory of all ranks of a host, made by the lowest of them. Every two ranks have a connection."""
+    """Returns memory of all ranks of a host, made by the lowest rank. Every two ranks have a connection."""
     first = min([rank, *connections])
     if rank == first:
         made = memory(size)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process."""
+"""Ranks in threads of one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seq1f1b.transport.group import OfOneProcess, RankGroup
 
 
 class LoopbackGroup(OfOneProcess):
-    """A pipeline whose ranks are threads of the process: ``LoopbackGroup(P)[rank]`` is one rank's group.
+    """A pipeline with ranks in threads of the process: ``LoopbackGroup(P)[rank]`` is one rank's group.
 
-    For tests, and for looking at a schedule without launching anything.
+    Useful for tests, and to run a schedule without a launcher.
 
     Args:
-        arena_bytes: address space of one edge at most; less is reserved if it is limited.
+        arena_bytes: most address space of one edge; a limit of the process may reduce it.
     """
 
     def __init__(self, size: int, *, arena_bytes: int = ARENA_BYTES) -> None:
@@ -38,7 +38,7 @@ class LoopbackGroup(OfOneProcess):
 
 
 class _LoopbackMemory:
-    """Memory that the ranks of one loopback share. Knows no rank, so everything goes with the last one."""
+    """Memory shared by the ranks of one loopback. It holds no reference to a rank, so the last rank frees it."""
 
     def __init__(self, size: int, arena_bytes: int) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Brings the ranks of a process group together: by small values, in the group's store."""
+"""Meetings of the ranks of a process group: exchanges of small values in the group's store."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_ANSWER = 5.0  # seconds in which a store answers a rank that ends a meeting, else nobody is told
-_TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
+_ANSWER = 5.0  # seconds for the store's answer to a rank that ends a meeting; without an answer, no rank is told
+_TAG = (1 << 31) - 1  # unused by edges of any generation and by exchanges
 
 _T = TypeVar("_T")
 
 
 def poll(look: Callable[[], _T | None], longest_pause: float) -> _T:
-    """Asks again and again, at first often. Returns the first answer other than None."""
+    """Calls ``look`` with growing pauses until its result is not None. Returns the result."""
     pause = 1e-4
     while (found := look()) is None:
         time.sleep(pause)
@@ -41,11 +41,12 @@ def poll(look: Callable[[], _T | None], longest_pause: float) -> _T:
 class SharedStore:
     """A part of a process group's store: bytes by name. No call waits for a key.
 
-    Anyone who reaches the store may write to it. If the launcher gives every rank an equal ``SEQ1F1B_SECRET`` in the
-    environment, values carry a keyed digest (HMAC-SHA256 of name and value), and a value without one ends the pipeline.
+    Every host with access to the store may write there. If the launcher gives every rank an equal ``SEQ1F1B_SECRET`` in
+    the environment, values carry a keyed digest (HMAC-SHA256 of name and value); a value without a valid digest ends
+    the pipeline.
 
     Args:
-        store: torch's. prefix: names the part.
+        store: torch's store. prefix: name of the part.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -55,7 +56,7 @@ class SharedStore:
 
     @property
     def place(self) -> str:
-        """Address of the store as the end of a text; "" for a file."""
+        """Returns the address of the store as the end of a text; "" for a file."""
         base = self._store
         while hasattr(base, "underlying_store"):
             base = base.underlying_store
@@ -65,21 +66,21 @@ class SharedStore:
         self._store.set(key, self._signed(key, value))
 
     def swap(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Sets a value if ``expected`` is there (``b""``: nothing); returns the standing value."""
+        """Sets a value if the store holds ``expected`` (``b""``: no value); returns the standing value."""
         there = self._signed(key, expected) if expected else b""
         return self._checked(key, self._store.compare_set(key, there, self._signed(key, value)))
 
     def has(self, *keys: str) -> bool:
-        """Returns whether all keys are there."""
+        """Returns whether the store has all keys."""
         return bool(self._store.check(list(keys)))
 
     def get(self, key: str) -> bytes | None:
-        """Returns the value; None if there is none."""
+        """Returns the value; None without a value."""
         return self._checked(key, self._store.get(key)) if self.has(key) else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values; None unless all are there."""
-        if not keys or not self.has(*keys):  # torch would wait for one
+        """Returns the values; None unless the store has all keys."""
+        if not keys or not self.has(*keys):  # torch would wait for a missing key
             return None if keys else []
         return [self._checked(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
@@ -106,7 +107,7 @@ class _Known:
     """State of the process for a process group.
 
     Attributes:
-        kept: messages under way. gone: the first rank that was gone before the set-up, and why nobody can meet it.
+        kept: messages under way. gone: the first rank gone before the set-up, and the reason.
     """
 
     def __init__(self) -> None:
@@ -116,20 +117,20 @@ class _Known:
 
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_last_attempt = 0  # of this process in any group: one made anew over an old store may have the name of one before
+_last_attempt = 0  # in any group of this process: a new group over an old store may have the name of an earlier group
 
 
 class Meeting:
     """One attempt of the ranks of a process group to come together, over the group's store.
 
-    The attempt has a number on which all ranks agree, however often each of them has tried. Every wait ends with all
-    ranks' values, or with an error on all ranks that names the failed rank with the reason, or the missing rank.
-    Values in the store are from the ranks of this process group: for jobs that torchrun may restart,
-    :func:`seq1f1b.init_process_group` sees to that, for gloo as well.
+    All ranks agree on the attempt's number, even after different numbers of tries. Every wait ends with all ranks'
+    values, or with an error on all ranks. The error names the failed rank with the reason, or the missing rank. All
+    values in the store must come from ranks of this process group: for jobs restarted by torchrun,
+    :func:`seq1f1b.init_process_group` ensures the origin of values, also for gloo.
 
     Attributes:
-        attempt: 0 until the rank has come, or has ended the attempt.
-        worker: the thread that talks to the store. An interrupt does not reach it.
+        attempt: number of the attempt; 0 until the rank has come, or has ended the attempt.
+        worker: thread for calls of the store, out of reach of interrupts.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -140,7 +141,7 @@ class Meeting:
             self._known = _known.setdefault(process_group, _Known())
         self.attempt = self._round = 0
         self._arrival_s = self._timeout_s = _ANSWER
-        self._is_over = False  # as all ranks hear, or as nobody can be told
+        self._is_over = False  # whether all ranks hear of the end, or no rank can be told
         self._worker: Worker | None = None
 
     @property
@@ -153,7 +154,7 @@ class Meeting:
         """Comes to the newest attempt of all ranks, at least the rank's next one.
 
         Args:
-            arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: for each later one.
+            arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: seconds for later calls.
         """
         self._arrival_s, self._timeout_s = arrival_s, timeout_s
         gone = self._find_gone()
@@ -161,13 +162,13 @@ class Meeting:
         if gone is not None:
             lost = error_of(*gone)
             raise self.fail(lost) or lost
-        self.ask(self._check_failure)  # of this attempt, which the others have left
+        self.ask(self._check_failure)  # raises if the ranks have left this attempt by an error
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values (of :mod:`seq1f1b.transport.values`) of all ranks, by rank. Collective.
 
         Raises:
-            PipelineError: another rank ended this attempt, or did not come.
+            PipelineError: a rank ended this attempt, or did not come.
         """
         limit_s = self._timeout_s if self._round else self._arrival_s
         data, start = pack(value), time.monotonic()
@@ -183,17 +184,17 @@ class Meeting:
 
         self.ask(lambda: self.store.set(self._keys()[self.rank], data))
         found = poll(come, 0.05)
-        if self._round > 0:  # who has come to this round has read the one before
+        if self._round > 0:  # all ranks are in this round, so all have read the round before
             read = self._keys(self._round - 1)[self.rank]
             self.ask(lambda: self.store.delete(read))
         self._round += 1
         return [unpack(each) for each in found]
 
     def fail(self, error: BaseException) -> _C.PipelineError | None:
-        """Ends this attempt on every rank, or the rank's next one if it has come to none.
+        """Ends this attempt on every rank, or the rank's next attempt if the rank has come to none.
 
         Returns:
-            The earlier failure of another rank, if any, as far as the store answers.
+            An earlier failure of a peer, if the store answers; else None.
         """
 
         def tell() -> _C.PipelineError | None:
@@ -205,24 +206,24 @@ class Meeting:
         if self._is_over:
             return None
         own = self.rank, f"rank {self.rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
-        if isinstance(error, _C.PipelineError):  # which says it all
+        if isinstance(error, _C.PipelineError):  # has a rank and a full text
             own = getattr(error, "rank", self.rank), first_line(error)
         first = None
-        with suppress(Exception):  # the store may be gone, and the error is what this rank has to say
+        with suppress(Exception):  # the store may be gone; the caller then raises its own error
             first = self.worker.ask(tell, min(self._timeout_s, _ANSWER))
         self._is_over = True
-        if self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+        if self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(0.2)
         return first
 
     def ask(self, do: Callable[[], _T]) -> _T:
-        """Returns the answer of a call of the store. Raises PipelineError if the store is lost, or silent."""
+        """Returns the result of a call of the store. Raises PipelineError if the store is lost or silent."""
         try:
             return self.worker.ask(do, self._timeout_s)
         except _C.PipelineError:
             raise
         except Exception as error:
-            self._is_over = self._is_over or isinstance(error, TimeoutError)  # nor would it answer a rank that fails
+            self._is_over = self._is_over or isinstance(error, TimeoutError)  # a silent store cannot take a failure
             is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             who = "torchrun, which holds it" if is_launchers else "rank 0, which holds it unless a launcher does"
             text = (
@@ -235,10 +236,10 @@ class Meeting:
         if self._worker is not None:
             self._worker.close(1.0)
 
-    # -- in the thread that talks to the store
+    # -- in the store's thread
 
     def _come(self) -> bool:
-        """Comes to the newest attempt of all ranks, at least the rank's next one. Returns whether it has changed."""
+        """Comes to the newest attempt of all ranks, at least the rank's next one. Returns whether the number grew."""
         global _last_attempt
         least, there = self.attempt or _last_attempt + 1, self.store.get("attempt") or b""
         while int(there or b"0") < least:
@@ -249,7 +250,7 @@ class Meeting:
         return self.attempt > before
 
     def _look(self) -> list[bytes] | None:
-        if (found := self.store.get_all(self._keys())) is None:  # a failure that came later is one of the next round
+        if (found := self.store.get_all(self._keys())) is None:  # a full round ends well; a later failure ends the next
             self._check_failure()
         return found
 
@@ -265,10 +266,10 @@ class Meeting:
         return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
 
     def _find_gone(self) -> tuple[int, str] | None:
-        """Returns the first rank that was gone before the set-up: later ones may have left because of it.
+        """Returns the first rank gone before the set-up, with the reason; later ranks may have left as a result.
 
-        The store cannot tell, so rank 0 begins to send each rank a message of the group, once. Nobody waits for these
-        messages: a thread that waits in gloo as the interpreter goes would end the process (torch 2.13).
+        The store does not know dead ranks, so rank 0 begins to send each rank a message of the group, once. No rank
+        waits for a message: a thread inside gloo's wait at the interpreter's end would end the process (torch 2.13).
         """
         known = self._known
         with _lock, uninterrupted():
@@ -285,7 +286,7 @@ class Meeting:
         return known.gone
 
     def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
-        """Ends the attempt in the name of the missing ranks; or with an earlier failure."""
+        """Ends the attempt in the name of the missing ranks. Returns the error, or an earlier failure."""
         there = self.ask(lambda: [self.store.has(key) for key in self._keys()])
         missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"

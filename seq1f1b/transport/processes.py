@@ -1,4 +1,4 @@
-"""Ranks that are processes of a torch process group."""
+"""Ranks in processes of a torch process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:
-    """Closes all groups: nobody waits for the rank any more, and threads inside torch end with the process."""
+    """Closes all groups before the interpreter ends."""
+    # Ranks then stop waiting for this one, and threads inside torch end with the process.
     _C.thread_interpreter_ends()
     for group in list(_open_groups):
         group.timeout_s = 1.0
@@ -40,16 +41,15 @@ def _close_at_exit() -> None:
 def _let_torch_finish(limit_s: float) -> None:
     """Waits until gloo's threads have dropped the tensors of finished operations.
 
-    DDP may hold their group longer than ``destroy_process_group``. Before Python 3.14, a thread that wants the
-    interpreter after its end is unwound, which gives up the main thread's state and ends the process by SIGABRT or
-    SIGSEGV.
+    DDP may hold the threads' group longer than ``destroy_process_group``. Before Python 3.14, a thread in need of the
+    interpreter after its end is unwound: the main thread's state is lost, and the process ends by SIGABRT or SIGSEGV.
     """
     deadline, times_quiet = time.monotonic() + limit_s, 0
     while times_quiet < 3 and time.monotonic() < deadline:
         own = {thread.ident for thread in threading.enumerate()}
         is_busy = sys._current_frames().keys() - own or any(map(_is_running_gloo, os.listdir("/proc/self/task")))
         times_quiet = 0 if is_busy else times_quiet + 1
-        time.sleep(0.005)  # without the interpreter, which such a thread may wait for
+        time.sleep(0.005)  # releases the interpreter for threads that wait for it
 
 
 def _is_running_gloo(task: str) -> bool:
@@ -63,17 +63,17 @@ atexit.register(_close_at_exit)
 
 
 def _forget_sockets_after_fork() -> None:
-    """Closes the sockets in a forked child (a data loader's worker), which would hide its parent's death."""
+    """Closes the sockets in a forked child, as a data loader's worker: open copies would hide the parent's death."""
     for group in _open_groups:
         for connection in group._connections.values():
             connection.close()
-    _open_groups.clear()  # they are the parent's to close
+    _open_groups.clear()  # the parent closes its groups
 
 
 os.register_at_fork(after_in_child=_forget_sockets_after_fork)
 
 
-_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, that of the set-up; edges are below for 2^14 pipelines
+_EXCHANGE_TAGS = 1 << 30  # first tag, and number of tags plus the set-up's; edges of 2^14 pipelines have lower tags
 _EXCHANGE = "gradients of tied parameters"
 
 
@@ -81,13 +81,13 @@ _ARENA = struct.Struct("qqqq")  # source stage, destination stage, channel, byte
 
 
 class ProcessRank(RankGroup):
-    """A rank that is a process of a torch process group, with peers on one host unless a subclass says more.
+    """A rank in a process of a torch process group. All peers are on one host, except in a subclass.
 
     Args:
-        generation: a number that no other pipeline of the process group has.
-        connections: sockets to the ranks of the same host, by rank.
-        block: memory that all ranks share.
-        spoiled: memory of all ranks of the host, if not in the block: a rank marks steps whose messages are worthless.
+        generation: the pipeline's number, unique in the process group.
+        connections: sockets to the ranks of the host, by rank.
+        block: shared memory of all ranks.
+        spoiled: memory of all ranks of the host, if not in the block; marks steps with worthless messages.
     """
 
     def __init__(
@@ -108,16 +108,15 @@ class ProcessRank(RankGroup):
             self.hangup_fds[peer] = connection.fileno()
         _open_groups.add(self)
 
-    # -- edges in memory that two processes of a host share
+    # -- edges in memory shared by two processes of a host
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm"
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
-        """The receiver makes the memory, and hands the descriptor to the sender."""
         connection = self._connections[peer_rank]
         try:
-            if is_receiver:
+            if is_receiver:  # makes the memory, and hands the descriptor to the sender
                 made, arena, size = edge_memory(self.arena_bytes)
                 socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
                 return _C.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
@@ -135,7 +134,7 @@ class ProcessRank(RankGroup):
     # -- gradients of tied parameters
 
     def _exchange_tag(self) -> int:
-        """Tag of an exchange, so that a message left over from a failed exchange is never taken for a later one."""
+        """Returns the tag of an exchange. A message left by a failed exchange never matches a later tag."""
         return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
@@ -147,8 +146,8 @@ class ProcessRank(RankGroup):
         return functools.partial(self._wait_for, work, rank)
 
     def _wait_for(self, work: Any, peer: int) -> None:
-        """Waits for a transfer of the process group, whose own wait ends only with the connection or its time-out."""
-        start = time.monotonic()
+        """Waits for a transfer of the process group."""
+        start = time.monotonic()  # the transfer's own wait ends only with the connection or torch's time-out
 
         def look() -> None:
             self.check()
@@ -166,11 +165,11 @@ class ProcessRank(RankGroup):
     def leave(self) -> None:
         self.timeout_s = 1.0
         with contextlib.suppress(Exception):
-            # In a thread of its own: the collector may run in one that close() waits for.
+            # A thread of its own: the collector may run in a thread that close() waits for.
             Worker("seq1f1b the other ranks").ask(self.close, 3.0)
 
     def close(self) -> None:
-        """Drops the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
+        """Closes the edges and drops the process group, so that ``destroy_process_group`` can end its threads."""
         super().close()
         self.process_group = None
         _C.group_progress(self.group, "close()")
@@ -179,4 +178,4 @@ class ProcessRank(RankGroup):
             connection.close()
 
     def _say_farewell(self) -> None:
-        """Says farewell before the connections end, which other ranks would take for the rank's death."""
+        """Says farewell; without it, the peers would take the end of the connections for the rank's death."""

@@ -1,4 +1,4 @@
-"""Edges carried by a torch process group, and how a peer's death is noticed on them."""
+"""Edges over a torch process group, and the detection of a peer's death there."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _UINT8 = DTYPES.index(torch.uint8)
 
 
 class C10dRelay:
-    """One end of an edge whose messages a torch process group moves between two private arenas.
+    """One end of an edge over a torch process group, which moves messages between two private arenas.
 
-    gloo ends the process if two ends ask for different sizes, so each part of a message has a tag of its own:
+    gloo ends the process if two ends ask for different sizes, so each part of a message has its own tag:
 
     - the header;
-    - of the payload, as many bytes as message ``n`` had in the edge's last training step, or last evaluation: one tag
-      for each, since ends that both ran such a step well agree on the sizes. So from a shape's second step on, a
-      receive is posted in full before its message is sent;
-    - the rest, once the header tells its size.
+    - the first bytes of the payload, as many as message ``n`` had in the edge's last training step, or last evaluation.
+      Each of the two has a tag, because two ends that both ran a step well agree on the sizes. From a shape's second
+      step on, a receive is therefore posted in full before the send of the message;
+    - the rest, with a size from the header.
 
     gloo cannot be polled, a wait with a time-out closes the pair, and aborting the group does not end a wait (torch
-    2.13). So one thread per end waits without limit, and reports each message to the arena in C; the engine's thread
-    waits there, where failures, time-outs and signals end a wait. Nothing can cancel messages left in flight by a
-    failed step: :meth:`drain` completes them. Both ends must count the same transfers for that; so transfers begin, and
-    are counted, in a thread that no interrupt reaches.
+    2.13). So one thread per end waits without limit, and reports each message to the arena in C. The engine's thread
+    waits in the arena, where failures, time-outs and signals end a wait. Messages in flight after a failed step cannot
+    be cancelled, and :meth:`drain` completes them. For this purpose both ends must count equal transfers, so transfers
+    begin, and are counted, in a thread out of reach of interrupts.
 
     Args:
-        tag: of the edge, which uses ``TAGS * tag`` and the next numbers.
-        beginner: begins the transfers; all ends of a rank may share it.
-        broken: gets, from another thread, the reason of a failed transfer, with its message and edge.
+        tag: number of the edge; the end uses the tags from ``TAGS * tag`` on.
+        beginner: thread for the begin of transfers, shared by all ends of a rank.
+        broken: gets the reason of a failed transfer, and the edge with the message; called from another thread.
     """
 
     TAGS = 4
@@ -63,21 +63,21 @@ class C10dRelay:
         self._is_receiver, self._text = is_receiver, text
         self._beginner = beginner
         self._waiter = Worker(f"seq1f1b {text}", self._lose)
-        self._lock = threading.Lock()  # between the two threads, which alone touch what follows
+        self._lock = threading.Lock()  # between the two threads; no other thread uses the attributes below
         self._step, self._known, self._most_payload = 0, self._EVALUATING, 0
-        self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by known part: room of a place, sizes by message
+        self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by part: room of a place, sizes by message
         self._expected: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}  # of this step
-        # Bytes of the transfers that this end began, by part, since the step before this one; the number of those
-        # before them, since this end was made; and how many of them are of the step before. An end may have left a
-        # step well, or be in the next one, when the other end fails in it.
+        self._sizes: dict[int, int] = {}  # sizes of this step, by message
+        # By part: bytes of the transfers begun by this end in the step before and this step; number of all earlier
+        # transfers; number of transfers in the step before. When the peer fails in a step, this end may have left the
+        # step well, or be in the next step.
         self._started: tuple[list[int], ...] = ([], [], [], [])
         self._before = [0] * self.TAGS
         self._of_last_step = [0] * self.TAGS
         self._draining = False
         try:
             _, self._mapping, _ = edge_memory(group.arena_bytes)
-            # Last: the end holds this relay, and the relay the end, until close().
+            # Last, because end and relay hold each other until close().
             self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         except BaseException:
             self._waiter.close()
@@ -95,7 +95,7 @@ class C10dRelay:
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:
         self._beginner.put(functools.partial(self._begin, self._begin_send, sequence, place, payload_bytes))
 
-    # in the thread that begins
+    # in the beginner's thread
 
     def _begin_step(self, step: int, known: int, most_payload: int) -> None:
         last_most, last = self._last.get(known, (0, {}))
@@ -122,7 +122,7 @@ class C10dRelay:
             payload_bytes, trains = _C.message_head(place)
             if 0 <= payload_bytes <= most and trains == (known == self._TRAINING):
                 sizes[sequence] = payload_bytes
-            else:  # who waits for the message looks at its header, and says so
+            else:  # a wrong header: the reader of the message raises the error
                 payload_bytes = 0
             if payload_bytes > expected:
                 with self._lock:
@@ -153,7 +153,7 @@ class C10dRelay:
         return finish
 
     def _transfer(self, part: int, address: int, size: int) -> Any:
-        """Begins to move a part of a message from or to memory of the arena."""
+        """Begins the transfer of a part of a message from or to memory of the arena."""
         work = self._start(place_tensor(self._mapping, address, _UINT8, (size,)), part)
         self._started[part].append(size)
         return work
@@ -164,7 +164,7 @@ class C10dRelay:
             return dist.irecv(data, group=self._process_group, group_src=self.peer, tag=tag)
         return dist.isend(data, group=self._process_group, group_dst=self.peer, tag=tag)
 
-    # in the thread that waits
+    # in the waiter's thread
 
     def _finish(self, sequence: int, finish: Callable[[], None]) -> None:
         try:
@@ -178,12 +178,12 @@ class C10dRelay:
     # after a step, and at the end
 
     def flush(self) -> None:
-        """Waits until the peer has everything."""
+        """Waits until the peer has all messages."""
         if not self._is_receiver:
             _C.relay_flush(self.end)
 
     def settle(self) -> None:
-        """Notes that the step ended well: nothing is in flight, and both ends know its sizes."""
+        """Records a good end of the step: no message is in flight, and both ends know the sizes."""
 
         def settle() -> None:
             self._last[self._known] = self._most_payload, self._sizes
@@ -198,8 +198,7 @@ class C10dRelay:
         self._of_last_step = [0] * self.TAGS
 
     def started(self) -> list[tuple[int, list[int]]]:
-        """Returns by part the number of earlier transfers of this end, and the bytes of those the other end may not
-        have begun.
+        """Returns, by part, the number of transfers surely begun by both ends, and the sizes of this end's later ones.
 
         Afterwards this end begins transfers only in :meth:`drain`.
         """
@@ -217,16 +216,16 @@ class C10dRelay:
         limit_s: float,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Completes the transfers that only the other end began, and waits until this end has none in flight.
+        """Completes the transfers begun only by the peer's end, and waits until no transfer is in flight here.
 
-        Then neither end depends on an earlier step. May be called again after an attempt that failed elsewhere:
-        completed transfers count as begun by both ends.
+        Afterwards neither end depends on an earlier step. A second call may follow a failure elsewhere: completed
+        transfers count as begun by both ends.
 
         Args:
-            theirs: result of :meth:`started` at the other end.
-            look: called now and then while waiting; may raise.
+            theirs: result of :meth:`started` at the peer's end.
+            look: called now and then during the wait; may raise.
         Raises:
-            PipelineError: the other end did not begin this end's transfers for ``limit_s`` seconds.
+            PipelineError: the peer did not begin this end's transfers for ``limit_s`` seconds.
         """
 
         def complete() -> None:
@@ -246,7 +245,7 @@ class C10dRelay:
             text = f"{self._text}: rank {self.peer} did not complete what the failed step left"
             raise _C.PipelineError(text) from error
         self._beginner.put(self._forget)
-        if not self._is_receiver:  # every place may be written again
+        if not self._is_receiver:  # makes every place writable again
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
 
     def _forget(self) -> None:
@@ -256,14 +255,14 @@ class C10dRelay:
     def close(self) -> None:
         self._waiter.close()
         self.end = None
-        del self._process_group  # a transfer that has not begun never does
+        del self._process_group  # no further transfer can begin
 
 
 class Lifeline:
-    """A message of the process group that a peer sends when it closes, and that fails when it dies.
+    """A message of the process group, sent by a peer at its close; the receive fails if the peer dies.
 
-    So every waiting rank learns of the peer's death; an edge has a posted receive within a step only. Nothing ends a
-    receive whose sender never was (torch 2.13), so a lifeline begins once both ranks have theirs.
+    So every waiting rank learns of the peer's death, also between steps, when edges have no posted receive. A receive
+    never ends if the sender has not existed (torch 2.13), so a lifeline begins once both ranks have one.
     """
 
     def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:
@@ -281,7 +280,7 @@ class Lifeline:
 
     def _wait(self) -> None:
         try:
-            work, self._receive = self._receive(), None  # nothing holds the process group while this waits
+            work, self._receive = self._receive(), None  # drops the process group before the wait
             work.wait(FOREVER)
         except Exception as error:
             self._broken(first_line(error))

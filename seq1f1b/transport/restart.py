@@ -1,4 +1,4 @@
-"""A process group that begins anew when torchrun restarts a job."""
+"""Process groups for jobs restarted by torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from seq1f1b.transport.meeting import SharedStore, poll
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_SHARED = ("env://", "tcp://")  # ways of meeting that torch takes to torchrun's store
+_SHARED = ("env://", "tcp://")  # methods for which torch uses torchrun's store
 
 
 def init_process_group(
@@ -33,19 +33,20 @@ def init_process_group(
 ) -> None:
     """Calls ``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
 
-    CUDA is told to take 32 hardware queues, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` is set: with the default of 8,
-    messages may wait for units. CUDA reads the number as it starts, so call this before ``torch.cuda.set_device``.
+    The function sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 32 hardware queues, unless the variable is set: with CUDA's
+    default of 8, messages may wait for units. CUDA reads the number at its start, so call this function before
+    ``torch.cuda.set_device``.
 
-    torchrun keeps one store for all starts of a job, and gloo reads leftovers of earlier starts there: addresses
-    without a listener, so the new start fails, or hangs. Here the ranks first agree on a name for each start, and
-    the group writes only under this name. Without torchrun, and if the ranks meet over a store or a file of the
-    caller's, the rest is torch's function.
+    torchrun keeps one store for all starts of a job. gloo would read addresses of earlier starts there, without a
+    listener, and the new start would fail or hang. The ranks therefore first agree on a name for each start, and the
+    group writes only under this name. Without torchrun, or with the caller's own store or file, only the setting of
+    CUDA is added to torch's function.
 
     Args:
-        backend, init_method, timeout, world_size, rank, store: as torch's, in torch's order.
+        backend, init_method, timeout, world_size, rank, store: arguments of torch's function, in torch's order.
         more, options: torch's further arguments.
     Raises:
-        TimeoutError: a rank has not come within ``timeout``, 30 minutes unless given.
+        TimeoutError: a rank has not come within ``timeout``, 30 minutes by default.
     """
     has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
     if has_started and QUEUES not in os.environ:
@@ -66,10 +67,10 @@ def init_process_group(
 
 
 def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> str:
-    """Returns a name on which all ranks of this start agree, and which no earlier start had. Collective.
+    """Returns a new name, equal on all ranks of this start and unlike the name of every earlier start. Collective.
 
-    Each rank writes a random token, and the tokens it sees. Once all ranks see equal tokens, these are of living ranks:
-    each of them has seen the rank's token, which is new.
+    Each rank writes a random token, and a list of all ranks' visible tokens. Once all lists are equal, all come from
+    living ranks, because every list holds this rank's new token.
     """
     own, start = secrets.token_hex(8).encode(), time.monotonic()
     tokens = [f"token/{each}" for each in range(size)]

@@ -1,4 +1,4 @@
-"""Ranks on any host: a store carries the state that processes of one host share, and a thread watches it."""
+"""Ranks on any host: a store replaces the shared memory of processes on one host, and a thread watches the store."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
 _T = TypeVar("_T")
-_CLOSED = "close()"  # what a rank does from close on
+_CLOSED = "close()"  # progress of a rank from close() on
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
-_TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of each; torch's tags are 31 bits
+_TAGS = 1 << 14  # tags of one generation: two per edge; a relay makes four of each. torch's tags have 31 bits
 
 
 def _tag_of(edge: Edge) -> int:
-    """Returns a tag unique among edges between its two ranks in its direction, below the lifeline's :data:`_TAGS` - 1.
+    """Returns a tag unique among edges of one direction between two ranks; the lifeline has :data:`_TAGS` - 1.
 
-    Activations and gradients join neighbouring stages; of every further channel two ranks have one edge each way.
+    Activations and gradients join neighbouring stages. In every further channel, two ranks have one edge each way.
     """
     if edge.channel > 1:
         return _TAGS - edge.channel
@@ -38,13 +38,13 @@ def _tag_of(edge: Edge) -> int:
 
 
 class StoreRank(ProcessRank):
-    """A rank with peers on any host: the block is the process's own, and a store carries the shared state.
+    """A rank with peers on any host: each process has a private block, and a store carries the shared state.
 
-    The client's thread watches: it copies failures and progress between block and store, and finds dead ranks. Edges
-    between processes that could meet use shared memory, other edges the process group.
+    The store's thread copies failures and progress between block and store, and finds dead ranks. An edge uses shared
+    memory if its two processes could meet, and the process group otherwise.
 
     Args:
-        meeting: its store, and the worker that talks to the store, which is closed with the rank.
+        meeting: provides the store and the store's worker, closed with the rank.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class StoreRank(ProcessRank):
         super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
         self._worker, self._store = meeting.worker, meeting.store
         self._relays: dict[Edge, C10dRelay] = {}
-        self._beginner: Worker | None = None  # of the relays
+        self._beginner: Worker | None = None  # shared by the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
-        self._passed = Failure(rank, "", "", "", 0)  # why nobody can meet this rank in that step, or in one before
-        self._read: dict[int, bytes] = {}  # others' progress as last read
-        self._begun = dict.fromkeys(range(size), 0)  # the last step that each rank began, as far as is known
-        self._lost: str | None = None  # who is gone for good, in words
-        self._closed: set[int] = set()  # ranks that a later step of this one would wait for
-        self._gone: set[int] = set()  # as far as this rank's connections tell
+        self._passed = Failure(rank, "", "", "", 0)  # no peer can meet this rank in the failure's step or before
+        self._read: dict[int, bytes] = {}  # by peer, the progress as last read
+        self._begun = dict.fromkeys(range(size), 0)  # by rank, the last step known to have begun
+        self._lost: str | None = None  # the text about a rank gone for good
+        self._closed: set[int] = set()  # closed ranks; a later step of this rank would wait for them
+        self._gone: set[int] = set()  # ranks found dead by this rank's connections
         self._closing = False
-        self._begins: bool | None = None  # once all ranks agree on it
+        self._begins: bool | None = None  # whether the pipeline begins; None until all ranks agree
         self._watching = True
         self._turns = 0
         self._hang_ups = select.poll()
@@ -78,7 +78,7 @@ class StoreRank(ProcessRank):
         self._ask(self._publish_progress)
         self._worker.watch(self._watch, _WATCH_PERIOD)
 
-    # -- the watcher's
+    # -- in the watcher's thread
 
     def _watch(self) -> None:
         try:
@@ -93,10 +93,10 @@ class StoreRank(ProcessRank):
             raise
 
     def _lose_store(self, error: BaseException) -> None:
-        """Ends the step after the loss of the store, without which only neighbours know which rank has ended."""
+        """Ends the step after the loss of the store."""
         if self._closing:
             return
-        try:
+        try:  # without the store, only the neighbours of a dead rank know its number
             self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
         except queue.Empty:
             self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
@@ -111,7 +111,7 @@ class StoreRank(ProcessRank):
         self._store.set(self._key(f"progress/{self.rank}"), pack(value))
 
     def _read_progress(self) -> dict[int, bytes]:
-        """Returns values that the other ranks have published, by rank; empty until all have."""
+        """Returns the peers' published values by rank; empty until all peers have published one."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
         return dict(zip(others, found or (), strict=False))
@@ -120,15 +120,15 @@ class StoreRank(ProcessRank):
         return {rank for rank, value in self._read_progress().items() if unpack(value)[0] == _CLOSED}
 
     def _exchange_failure(self) -> None:
-        """Publishes the process's failure, or learns of another's; the first failure in the store stays.
+        """Publishes the process's failure, or reads a peer's. The first failure in the store stays.
 
-        It ends the earliest step in which any rank failed.
+        The failure's step becomes the earliest step in which any rank failed.
         """
         key = self._key(f"failure/{self.epoch}")
         failure = _C.group_failure(self.group)
         if failure is not None:
             *first, step = unpack(self._store.swap(key, b"", pack(failure)))
-            if failure[-1] < step:  # where two ranks do so at once, the earlier step is written at the next look
+            if failure[-1] < step:  # if two ranks write at once, the next look corrects the step
                 self._store.set(key, pack((*first, failure[-1])))
         elif (other := self._store.get(key)) is not None:
             _C.group_fail(self.group, *unpack(other))
@@ -136,7 +136,7 @@ class StoreRank(ProcessRank):
     def _exchange_progress(self) -> None:
         self._publish_progress()
         for rank, value in self._read_progress().items():
-            if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
+            if value == self._read.get(rank):  # the rank is cut off or asleep, and the value's age is outdated
                 continue
             self._read[rank] = value
             what, age, waiting_for, self._begun[rank], _ = unpack(value)
@@ -158,17 +158,17 @@ class StoreRank(ProcessRank):
             if edge is None and rank in self._find_closed():
                 continue
             self._gone.add(rank)
-            if self._watching:  # it may have gone because of a failure that it told
+            if self._watching:  # the rank may have published a failure before its end
                 self._exchange_failure()
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
             self._store.swap(self._key("lost"), b"", self._lost.encode())
 
     def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
-        """Notes that a connection ended, from any thread. edge: with a message under way; None: perhaps a close."""
+        """Records a connection's end, from any thread. ``edge`` had a message under way; None: perhaps a close."""
         self._suspects.put((rank, why, edge))
 
-    # -- asking it
+    # -- calls of the store
 
     def _ask(self, do: Callable[[], _T], limit_s: float | None = None, *, recovering: bool = False) -> _T:
         """Returns the result of a call of the store. Raises PipelineError on a failure, or without an answer."""
@@ -188,7 +188,7 @@ class StoreRank(ProcessRank):
         return step
 
     def finish_units(self, first_stage_rank: int) -> None:
-        """Does nothing: the store is slower than a message. A rank that has left the step hears in the next."""
+        """Returns at once: the store is slower than a message. A rank past the step hears of a failure in the next."""
 
     def end_step(self, failed: bool) -> None:
         if not failed:
@@ -198,11 +198,11 @@ class StoreRank(ProcessRank):
             self._hear_of_spoiled()
         super().end_step(failed)
         self._worker.put(self._publish_progress)
-        if failed and self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+        if failed and self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(4 * _WATCH_PERIOD)
 
     def _hear_of_spoiled(self) -> None:
-        """Waits for a failure under way: a rank of this host has failed in this step, and its GPU went on."""
+        """Waits for the failure of a rank of this host in this step, if the failed rank's GPU went on."""
         deadline = time.monotonic() + self.timeout_s
         while _C.group_is_spoiled(self.group):
             self.check()
@@ -220,7 +220,7 @@ class StoreRank(ProcessRank):
             self._exchange_failure()
             more()
 
-        with contextlib.suppress(RuntimeError):  # the store may be what failed
+        with contextlib.suppress(RuntimeError):  # the store itself may have failed
             self._ask(tell, 5.0, recovering=True)
 
     def _pass(self, failure: Failure) -> None:
@@ -257,14 +257,14 @@ class StoreRank(ProcessRank):
         return pack({edge: relay.started() for edge, relay in self._relays.items()})
 
     def _drain_with_neighbours(self, limit_s: float) -> None:
-        """Completes messages in flight of a failed step, with neighbours that close as well."""
+        """Completes a failed step's messages in flight, together with closing neighbours."""
         data = self._pack_started()
         self._ask(lambda: self._store.set(self._key(f"in flight/{self.rank}"), data), limit_s, recovering=True)
         deadline = time.monotonic() + limit_s
         peers = {relay.peer for relay in self._relays.values()}
 
         def look() -> list[tuple[int, bytes]]:
-            closed = self._find_closed()  # first: who closes has told by then what it has in flight
+            closed = self._find_closed()  # first: a closed rank has published its messages in flight before
             told = {peer: self._store.get(self._key(f"in flight/{peer}")) for peer in peers}
             return [(peer, theirs or pack({})) for peer, theirs in told.items() if theirs or peer in closed]
 
@@ -305,7 +305,7 @@ class StoreRank(ProcessRank):
 
         self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
         found = poll(meet, 0.01)
-        if self._round > 0:  # who has come to this round has read the one before
+        if self._round > 0:  # all ranks are in this round, so all have read the round before
             read = self._gather_keys(self._round - 1)[self.rank]
             self._ask(lambda: store.delete(read), recovering=recovering)
         self._round += 1
@@ -315,7 +315,7 @@ class StoreRank(ProcessRank):
         return self._ask(lambda: [i for i, key in enumerate(keys) if not self._store.has(key)], recovering=recovering)
 
     def _check_skips(self, keys: list[str]) -> None:
-        """Raises for a missing rank in a later step than the rank: it gave nothing, and will not come any more."""
+        """Raises PipelineError for a missing rank in a later step than this rank: the missing rank will not come."""
         later = [rank for rank, begun in self._begun.items() if begun > self._begun[self.rank]]
         for rank in self._missing(keys) if later else ():
             if rank not in later:
@@ -329,7 +329,7 @@ class StoreRank(ProcessRank):
         return [self._key(f"gather/{self.epoch}/{turn}/{rank}") for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
-        """Deletes the gathers of the last round, which nobody could delete before."""
+        """Deletes the gathers of the last round: no rank could delete them before."""
         for key in (self._key("begins"), *(self._gather_keys(self._round - 1) if self._round else ())):
             self._store.delete(key)
 
@@ -339,8 +339,7 @@ class StoreRank(ProcessRank):
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         if peer_rank in self._connections:
             return super()._open_end(edge, peer_rank, is_receiver, text)
-        # Tags of their own per pipeline: receives that an earlier one on this process group left behind after a failure
-        # never match.
+        # Each pipeline has different tags, so receives left by a failed pipeline on this process group never match.
         first_tag = self._generation * _TAGS
         broken = functools.partial(self._suspect, peer_rank)
         if peer_rank not in self._lifelines:
@@ -362,9 +361,9 @@ class StoreRank(ProcessRank):
             lifeline.begin()
 
     def _agree_whether_it_begins(self, wish: str) -> bool:
-        """Returns, for all ranks alike, whether the pipeline has begun: a rank may give up after all have come.
+        """Returns whether the pipeline begins, equal on all ranks: a rank may give up after all have come.
 
-        The first wish stands. A rank that has begun waits for a farewell of its neighbours, which nothing else ends.
+        The first wish counts. A rank that begins waits for its neighbours' farewells; only a farewell ends this wait.
         """
         if self._begins is None:
             found = self._ask(lambda: self._store.swap(self._key("begins"), b"", wish.encode()), recovering=True)
@@ -372,11 +371,11 @@ class StoreRank(ProcessRank):
         return self._begins
 
     def close(self) -> None:
-        """Leaves together: rank 0, with whom the store may end, waits a while for the others."""
+        """Leaves the pipeline. Rank 0 waits a while for all ranks, because the store may end with its process."""
         if self._closing:
             return
         failed = _C.group_failure(self.group) is not None
-        with contextlib.suppress(RuntimeError):  # without the store nobody says farewell
+        with contextlib.suppress(RuntimeError):  # without the store no rank says farewell
             if self._begins is None and self._agree_whether_it_begins("no"):
                 for lifeline in self._lifelines.values():
                     lifeline.begin()
@@ -387,10 +386,10 @@ class StoreRank(ProcessRank):
 
     def _say_farewell(self) -> None:
         failed = _C.group_failure(self.group) is not None
-        self._begun[self.rank] = self.step + 1  # which it never ends: whoever comes there waits in vain
+        self._begun[self.rank] = self.step + 1  # this step never ends, so a rank in it must not wait
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
-            if failed:  # perhaps just now: whoever meets the others waits for this
+            if failed:  # maybe just now: ranks in a meeting wait for the failure
                 self._ask(self._exchange_failure, limit_s, recovering=True)
             self._ask(self._publish_progress, limit_s, recovering=True)
         for lifeline in self._lifelines.values():
@@ -406,7 +405,7 @@ class StoreRank(ProcessRank):
             deadline = time.monotonic() + limit_s
             while self.rank == 0 and not self._ask(is_over, limit_s, recovering=True) and time.monotonic() < deadline:
                 time.sleep(0.01)
-        if failed and self._connections:  # who waits at one would take its end for this rank's death
+        if failed and self._connections:  # a waiting peer would take the end of a connection for this rank's death
             time.sleep(4 * _WATCH_PERIOD)
         self._closing = True
         self._worker.close(1.0)

@@ -1,4 +1,4 @@
-"""Small values as bytes from a peer: reading gives data, never code."""
+"""Small values as bytes for peers. Unpacking returns data and never runs code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SCALARS = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)
 
 
 def sendable(kind: _Class) -> _Class:
-    """Registers a dataclass or named tuple as a part of values; its fields are values."""
+    """Registers a dataclass or named tuple for use in values; the fields must be values."""
     _records[kind.__name__] = kind
     return kind
 
 
 def pack(value: Any) -> bytes:
-    """Returns a value as JSON; types that JSON lacks become an object with one key, the type.
+    """Returns a value as JSON. Types unknown to JSON become an object with one key, the type.
 
     Raises:
-        TypeError: the value is, or holds, something else than None, bool, int, float, str, bytes, list, tuple, dict or
-            a :func:`sendable` class.
+        TypeError: the value, or a part of it, is not None, bool, int, float, str, bytes, list, tuple, dict or a
+            :func:`sendable` class.
     """
     return json.dumps(_encode(value), separators=(",", ":")).encode()
 
@@ -60,7 +60,7 @@ def _encode(value: Any) -> Any:
 
 
 def _checked(record: Any) -> Any:
-    """Returns the record; raises unless fields of plain types have these types."""
+    """Returns the record. Raises TypeError if a field of a plain type has a value of another type."""
     for name, annotation in type(record).__annotations__.items():
         value, wanted = getattr(record, name), getattr(annotation, "__forward_arg__", annotation)
         if wanted in _SCALARS and type(value) not in _SCALARS[wanted]:

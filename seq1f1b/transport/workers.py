@@ -1,4 +1,4 @@
-"""Threads for calls that nothing can end: of torch's store, and of gloo."""
+"""Threads for calls without a way to end them: calls of torch's store, and of gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seq1f1b import _C
 
 _T = TypeVar("_T")
 
-FOREVER = datetime.timedelta(days=365)  # of a worker; who waits for the message itself has the time-out
+FOREVER = datetime.timedelta(days=365)  # a worker's wait; the thread that waits for the message has the time-out
 
 
 def first_line(error: BaseException) -> str:
@@ -29,11 +29,10 @@ def first_line(error: BaseException) -> str:
 class Worker:
     """A daemon thread that runs tasks in order. It ends with the last reference to the worker.
 
-    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
-    never in the middle of one.
+    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) never comes in the middle of a task.
 
     Args:
-        failed: gets, in the thread, the error of a task.
+        failed: called in the thread with a task's error.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None] = lambda error: None) -> None:
@@ -51,10 +50,10 @@ class Worker:
         return answer
 
     def ask(self, task: Callable[[], _T], limit_s: float = math.inf, look: Callable[[], None] = lambda: None) -> _T:
-        """Gives the thread a task; returns or raises its outcome.
+        """Gives the thread a task; returns the result or raises the task's error.
 
         Args:
-            look: called until the answer comes; may raise.
+            look: called repeatedly during the wait; may raise.
         Raises:
             TimeoutError: no answer within ``limit_s`` seconds; the task may still run.
             ConnectionError: the thread has ended.
@@ -79,12 +78,12 @@ class Worker:
         self.put(_nothing)
 
     def close(self, wait_s: float = 0.2) -> None:
-        """Ends the thread after its tasks; a thread inside torch, perhaps for ever, stays."""
+        """Ends the thread after its tasks. A thread stuck inside torch stays."""
         self._tasks.put(None)
         self._thread.join(wait_s)
 
     def _do(self, task: Callable[[], Any] | None, answer: queue.SimpleQueue[Any]) -> float | None:
-        """Runs a task, or takes a turn where there is none. Returns the seconds until the next turn, if any."""
+        """Runs a task or, without a task, takes a turn. Returns the seconds until the next turn, if any."""
         if task is None:
             self._turn_at = time.monotonic() + self._period
         try:
@@ -101,7 +100,7 @@ def _nothing() -> None: ...
 
 
 def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> None:
-    """Runs the thread, which holds the worker only during its work."""
+    """Runs the thread's loop, with a reference to the worker only during work."""
     _C.thread_is_helper()
     seconds = None
     while True:
@@ -112,4 +111,4 @@ def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> No
         if entry is None or (worker := find()) is None:
             return
         seconds = worker._do(*entry)
-        del entry, worker  # or the last message's tensors live on
+        del entry, worker  # frees the last message's tensors
