@@ -25,10 +25,7 @@ PREPOSITIONS = re.compile(
 LIMITS = {(): (5.0, 1.0), "docs": (4.5, 0.0), "README.md": (4.5, 0.0), "seq1f1b/__init__.py": (11.0, 0.0)}
 LIMITS |= dict.fromkeys(("seq1f1b", "seq1f1b/engine", "seq1f1b/testing.py"), (6.5, 0.5))
 LIMITS |= dict.fromkeys(("seq1f1b/attention", "seq1f1b/documents", "seq1f1b/report", "seq1f1b/view"), (6.0, 0.5))
-LIMITS |= {"seq1f1b/data.py": (6.0, 0.5), "seq1f1b/launcher.py": (8.0, 0.5), "seq1f1b/transport": (8.0, 0.5)}
-LIMITS |= dict.fromkeys(("seq1f1b/adapters", "seq1f1b/device"), (11.0, 12.0))
-LIMITS |= dict.fromkeys(("seq1f1b/cli", "seq1f1b/planning"), (3.0, 0.0))
-LIMITS |= dict.fromkeys(("seq1f1b/checks", "seq1f1b/transformers"), (13.0, 6.0))
+LIMITS |= {"seq1f1b/data.py": (6.0, 0.5)}
 
 
 def words_of(file: Path) -> tuple[str, list[str]]:
