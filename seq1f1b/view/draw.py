@@ -1,6 +1,6 @@
 """Pictures of a timeline, simulated or measured: text, PNG, SVG, and a trace for chrome://tracing or ui.perfetto.dev.
 
-A file is written whole or not at all. ``seq1f1b.view.page`` makes the page to zoom into.
+Every file is written whole or not at all. ``seq1f1b.view.page`` makes a page with zoom.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> se
     used: set[str | None] = set()
     begin, _ = extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
-    room = 0.07 / width * ax.get_xlim()[1]  # that one character takes
+    room = 0.07 / width * ax.get_xlim()[1]  # length of a character on the time axis
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, track in enumerate(timeline):
         first_stage = min((unit.stage for unit, _, _ in track), default=0)
