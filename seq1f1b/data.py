@@ -25,7 +25,7 @@ from seq1f1b.unit_times import terms_of, unit_seconds
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
 _FORMAT = "seq1f1b documents 1"
-_SCALES = (1.0, 1.0, 0.5, 2.0)  # of unit lengths in the first steps; all but the first step are measured
+_SCALES = (1.0, 1.0, 0.5, 2.0)  # factors on units' lengths in the first steps; all but the first step are measured
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class PlannedStep:
 class DocumentBatches(Sampler[PlannedStep]):
     """Planned steps over documents of any length. Iterating gives the remaining steps of an epoch.
 
-    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes the next
-    documents, as many as its tokens allow, and shares them among the replicas of data parallelism by their work. So the
+    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes as many of the
+    next documents as ``tokens_per_step`` allows, and shares them among the replicas of data parallelism by work. So the
     documents of every step do not depend on the number of ranks and replicas. A thread plans the next step during the
     current step. Give the sampler to a ``DataLoader(sampler=..., batch_size=None)`` or iterate over the sampler; every
     rank makes a sampler.

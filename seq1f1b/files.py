@@ -65,7 +65,7 @@ def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
             mode = os.stat(new).st_mode
         os.remove(new)
     if mode != os.stat(file).st_mode:
-        with contextlib.suppress(OSError):  # of another owner, or on a file system without modes
+        with contextlib.suppress(OSError):  # another owner, or a file system without modes
             os.chmod(file, stat.S_IMODE(mode))
 
 

@@ -16,8 +16,8 @@ __all__ = ["LayerKind", "ModelShape", "check_model", "check_segment_sizes", "mak
 
 
 _PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
-MOST_TOKENS = 1 << 40  # of a sequence
-MOST_LAYERS = 1 << 16  # of a model; ``layers_of`` lists them one by one
+MOST_TOKENS = 1 << 40  # in a sequence
+MOST_LAYERS = 1 << 16  # in a model, because ``layers_of`` lists all layers
 _PIECES_OF_KINDS = 16384  # pieces, for a split by operations of unequal layers
 
 
@@ -279,8 +279,8 @@ def partition_sequence(
         documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as a document.
             Several rows may follow one another; they are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
-        multiple_of: divides every size, except that one segment holds the remainder of ``seq_len``, placed to keep the
-            costliest segment cheapest.
+        multiple_of: divisor of every size but one: one segment also holds the remainder of ``seq_len``, at the place
+            that keeps the costliest segment cheapest.
     Returns:
         ``num_segments`` sizes, each at least 1, that sum to ``seq_len``.
     Raises:
@@ -315,7 +315,7 @@ def partition_sequence(
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
-    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless these are whole rows
+    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
     pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
     bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
     found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])
@@ -338,7 +338,7 @@ def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
 
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
-    """Returns layers of each stage, at least one, that minimize the most work of a stage, with the head on the last."""
+    """Returns numbers of layers per stage, at least 1, that make the slowest stage fastest, with the head on the last."""
     total = [0.0, *accumulate(work)]
 
     def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:

@@ -77,9 +77,9 @@ class Schedule:
         self._adopt(_C.schedule_from_text("\n".join(lines), whole("num_segments", num_segments, 0, MOST)))
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
-        self.handle = handle  # of the C core's order; the engine lowers the order to a program
+        self.handle = handle  # the C core's order, lowered to a program by the engine
         self.prefetch: int | None = None if like is None else like.prefetch
-        self._times: array[float] | None = None if like is None else like._times  # for places by time
+        self._times: array[float] | None = None if like is None else like._times  # to count places by time
         self.fills: bool = like is not None and like.fills
         counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _PASSES = "FBIW"  # the passes of torch
-_MOST = 2**31 - 1  # of an index
+_MOST = 2**31 - 1  # largest index
 _CELL = re.compile(rf"0*([0-9]{{1,10}})([{_PASSES}])0*([0-9]{{1,10}})", re.ASCII)
 _TOKEN = re.compile(r'[^ \t\r\n,"#]+')
 _OVERLAPPED = re.compile(r"\(([^;]*);(.*)\)OVERLAP_F_B")

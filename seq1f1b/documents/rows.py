@@ -56,7 +56,7 @@ class Trees:
 
     @cached_property
     def followed(self) -> tuple[tuple[int, ...], ...] | None:
-        """Returns ``parents`` for an order; None if all micro-batches are chains, whatever siblings they hold."""
+        """Returns ``parents`` for an order; None if all micro-batches are chains, with or without siblings."""
         is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
         return self.parents if is_tree else None
 
@@ -88,7 +88,7 @@ class Path(NamedTuple):
 def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
     """Returns every path of a micro-batch; each sibling is a leaf, and has a path."""
     begins = list(accumulate(map(sum, parts), initial=0))
-    above: list[list[range]] = []  # by segment: tokens of all ancestors
+    above: list[list[range]] = []  # each segment's ancestors, as ranges of tokens
     seen: set[int] = set()
     found = []
     for parent in parents:

@@ -407,8 +407,8 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    schedule, length = record.order.schedule, record.length  # of the longest micro-batch
-    if schedule.parents is not None:  # of trees: most tokens in a slot at once
+    schedule, length = record.order.schedule, record.length  # tokens of the longest micro-batch
+    if schedule.parents is not None:  # the most tokens of trees in a slot at once
         _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
     planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes per token, of the step's layers
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}

@@ -35,11 +35,11 @@ TRIED = 3  # tried orders, beside the engine's first order
 LEAST_GAIN = 0.01  # share of the step: an order that gains less does not replace the engine's first order
 MOST_CHANGE = 1.25  # ratio of lengths that may share an order
 PATIENCE = 10  # steps in a row of other lengths, before a new search begins
-MOST_UNITS = 8192  # in an order built by `auto`
+MOST_UNITS = 8192  # units of an order built by `auto`
 SHORTEST = 32  # tokens of a segment
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of segments to simulate
 SEARCHED = 4  # cuts of a sequence for which `auto` searches an order: those with the shortest named orders
-MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # in a search with four probes
+MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # steps of a search with four probes
 MEMORY = 0.8  # share of free memory that an order may take beyond the first order
 
 
@@ -188,7 +188,7 @@ class Tuner:
             yield free_bytes(self._device)
 
     def _take(self, choice: Choice | None) -> None:
-        if choice is self.setting.choice:  # in every step after the search
+        if choice is self.setting.choice:  # unchanged, as in every step after the search
             return
         name = repr(choice)
         found = self._settings.get(name)

@@ -22,7 +22,7 @@ __all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 def timeline_png(
     path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None, width: float = 14.0
 ) -> None:
-    """Draws one or several timelines, one below the other on a common time axis.
+    """Draws timelines below each other, on a common time axis.
 
     A colour is a micro-batch, pale forward, paler recomputation and full backward; units of all but the first stage of
     a rank are hatched.
@@ -30,7 +30,7 @@ def timeline_png(
     Args:
         path: file to write; its suffix chooses the format.
         tracks: a timeline, or several with the heading of each, for instance planned and measured.
-        width: inches. Letters keep their size, so fewer inches make them larger in a page.
+        width: inches. Letters have a fixed size, so fewer inches make letters larger in a page.
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a timeline holds no unit, or all together more than 100000.

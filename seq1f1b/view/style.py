@@ -12,8 +12,8 @@ from seq1f1b.unit import Timeline, Unit
 
 _HERE = Path(__file__).parent
 
-MOST_UNITS = 100_000  # in a picture or page: takes some seconds, in matplotlib or in a browser
-MOST_TRACED = 1_000_000  # in a trace: 170 MB of JSON
+MOST_UNITS = 100_000  # units of a picture or page: takes some seconds, in matplotlib or in a browser
+MOST_TRACED = 1_000_000  # units of a trace: 170 MB of JSON
 
 
 def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone: str = "") -> Mapping[str, Timeline]:
