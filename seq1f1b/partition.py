@@ -338,7 +338,7 @@ def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
 
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
-    """Returns numbers of layers per stage, at least 1, that make the slowest stage fastest, with the head on the last."""
+    """Returns layers per stage, at least one, that make the slowest stage fastest; the last stage also has the head."""
     total = [0.0, *accumulate(work)]
 
     def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:

@@ -538,7 +538,7 @@ def build_schedule(
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, a
             number for each micro-batch: an order of rows, with costs and bytes ``[stage][micro-batch][segment]``. In
             rules of rows k is the largest number, and ``M k`` the sum. A family that needs equal numbers raises.
-        options: further settings; :func:`families` lists the options of each family.
+        options: further settings; ``seq1f1b.schedule.families()`` lists the options of each family.
             ``group``: micro-batches that go forward, and back, together.
             ``round``: interleaving: least number of micro-batches in a round.
             ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in

@@ -1,7 +1,7 @@
 """Packs documents into rows, and marks the first token of each.
 
-The id of a document in a row is the position of the document's first token. So one integer per token decides
-which tokens attend to one another, and gives a token's position in its document, in any segment of the document.
+The id of a document in a row is the position of the document's first token. So one integer per token decides which
+tokens attend to one another, and gives a token's position in the document, in any segment of the document.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class LiveUnit:
         """Returns the roots of the backward with a gradient, and the gradients.
 
         Args:
-            gradients: gradients of ``roots``, or None. The result also has states carried in by later segments.
+            gradients: gradients of ``roots``, or None. Roots for states carried in by later segments come on top.
         """
         roots, seeds = self.roots, tuple(gradients)
         if any(root is None or seed is None for root, seed in zip(roots, seeds, strict=True)):
