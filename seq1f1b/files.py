@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a temporary file beside the target and renames the new file: the target is new or unchanged. Modes stay.
+    """Writes a file whole or not at all: a temporary file beside the target takes the target's name and mode.
 
     A pipe, a terminal or any other special file is written directly.
     """
@@ -158,9 +158,9 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
 def load(kind: type[T], data: object, where: str, *, least: float | None = None) -> T:
     """Makes a dataclass or named tuple from JSON values, each checked against the type of the field.
 
-    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another class, ``tuple[X, ...]`` and ``X | None``. A
-    named tuple may also be a list of values, as ``json.dumps`` writes named tuples. A field with a default may be
-    missing.
+    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another dataclass or named tuple, ``tuple[X, ...]`` and
+    ``X | None``. A named tuple may also be a list of values, as ``json.dumps`` writes named tuples. A field with a
+    default may be missing.
 
     Args:
         where: beginning of errors; the path of fields to the wrong value follows.

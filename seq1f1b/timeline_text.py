@@ -19,9 +19,9 @@ _FILL = {letter: dict(zip("FBIWRSTEGOAL", "-=~+^.%'\">|<", strict=True)).get(let
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:
     """Returns one line per rank; a unit is a label of micro-batch and segment, filled up with the pass's character.
 
-    The labels are as long as ``width`` allows: ``0.1``, ``0b``, ``0``, or no label. Blanks are bubbles; stages of one
-    rank look alike. If units are narrower than a column, passes and blanks appear in proportion to their time. The
-    last lines are a legend.
+    The labels are as long as ``width`` allows: ``0.1``, ``0b`` (b: segment 1), ``0``, or no label. Blanks are bubbles;
+    stages of one rank look alike. If units are narrower than a column, passes and blanks appear in proportion to their
+    time. The last lines are a legend.
 
     Args:
         width: columns of a line.
