@@ -1,6 +1,6 @@
 """Sequence-level one-forward-one-backward pipeline parallelism (Seq1F1B, arXiv:2406.03488).
 
-Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import torch at their first use.
+Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import torch at the first use.
 """
 
 from __future__ import annotations

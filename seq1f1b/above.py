@@ -1,6 +1,6 @@
-"""Functions and classes of higher rooms for a lower one: attention for GPUs; checks and reports for the engine.
+"""Functions and classes of higher rooms, found by name: attention for GPUs; checks and reports for the engine.
 
-A room imports none of the rooms above it. The names of what it needs from them stand here; the first use loads them.
+No room imports a room above. Lower rooms ask here for a name, and its first use imports the module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACES = {
 
 
 def above(name: str) -> Any:
-    """Returns the class, function or module of this name."""
+    """Returns the class, function or module with a name of the table above."""
     module, _, attribute = _PLACES[name].partition(":")
     found = import_module(f"seq1f1b.{module}")
     return getattr(found, attribute) if attribute else found

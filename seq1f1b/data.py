@@ -1,4 +1,4 @@
-"""A sampler over documents of any length: every step is as many as a token budget allows, shared and planned."""
+"""A sampler over documents of any length: every step takes as many documents as a budget of tokens allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from seq1f1b.unit_times import terms_of, unit_seconds
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
 _FORMAT = "seq1f1b documents 1"
-_SCALES = (1.0, 1.0, 0.5, 2.0)  # of the units of the first steps; all but the first step's are measured
+_SCALES = (1.0, 1.0, 0.5, 2.0)  # factors on units' lengths in the first steps; all but the first step are measured
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class PlannedStep:
     """One step of one replica.
 
     Attributes:
-        documents: numbers of the replica's documents; ``plan.join`` takes their tokens or labels in this order.
+        documents: indices of the replica's documents; ``plan.join`` takes tokens or labels in this order.
         plan: rows, segments and order, for ``engine.step(plan=)``.
-        tokens: of the step's documents on all replicas, for ``engine.step(loss_weight=)`` if every token has a target.
-        epoch: of the step's documents, from 0.
+        tokens: number of tokens on all replicas, for ``engine.step(loss_weight=)`` if every token has a target.
+        epoch: number of the epoch, from 0.
         step: number of earlier steps, over all epochs.
     """
 
@@ -50,33 +50,31 @@ class PlannedStep:
 class DocumentBatches(Sampler[PlannedStep]):
     """Planned steps over documents of any length. Iterating gives the remaining steps of an epoch.
 
-    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes the next
-    documents, as many as its tokens allow, and shares them among the replicas of data parallelism by their work. So the
+    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes as many of the
+    next documents as ``tokens_per_step`` allows, and shares them among the replicas of data parallelism by work. So the
     documents of every step do not depend on the number of ranks and replicas. A thread plans the next step during the
-    current one. Give the sampler to a ``DataLoader(sampler=..., batch_size=None)`` or iterate it; every rank makes its
-    own.
+    current step. Give the sampler to a ``DataLoader(sampler=..., batch_size=None)`` or iterate over the sampler; every
+    rank makes a sampler.
 
     Args:
         lengths: tokens of each document of the data; or trees: ``PrefixTrees.shapes``; or both mixed.
-        cost: of the model on a machine, for the pipeline of one replica.
-        tokens_per_step: of all replicas together; a step holds fewer if the next document is too long for the rest, and
-            at an epoch's end.
-        seed: of the order of documents. None: the order of ``lengths``.
-        replica, num_replicas: of data parallelism.
+        cost: costs of the model on a machine, for the pipeline of one replica.
+        tokens_per_step: most tokens of a step, on all replicas together.
+        seed: seed of the random order of documents. None: the order of ``lengths``.
+        replica, num_replicas: this replica's number, and the number of replicas of data parallelism.
         drop_last: leaves out the last step of every epoch, which may be small.
-        engine: the engine that runs the steps, in their order. Its units are measured in the first steps, with units of
-            several lengths, and later steps are planned by these times, so ``cost`` needs no profile. All ranks iterate
-            alike, in the training threads; steps may be asked for ahead.
+        engine: the engine that runs the steps, in order. The first steps have units of several lengths and measure
+            them, and the measured times plan later steps, so ``cost`` needs no profile. All ranks iterate alike, in the
+            training threads; steps may be asked for ahead.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
-        ValueError: a document is empty, or so long that a step of one document for each replica exceeds its tokens: the
-            error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
-            range. While iterating: an argument that ``plan_step`` refuses, a last step of fewer documents than
-            replicas, and an epoch without a step.
+        ValueError: a document is empty, or so long that a step of one document per replica exceeds ``tokens_per_step``:
+            the error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
+            range. While iterating: ``plan_step`` refuses an argument, the last step has fewer documents than replicas,
+            or an epoch has no step.
 
     Attributes:
-        cost: costs by which the next steps are planned: the given ones, or, once an engine's units are measured,
-            theirs.
+        cost: costs for planning the next steps: the given costs, or costs of the engine's units once measured.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self.cost = cost
         self._engine, self._looks, self._unit = engine, 0, 0
         self._measured: list[tuple[str, int, Span, float]] = []  # pass, stage, span and seconds of units
-        self._ahead: list[StepPlan] = []  # handed out, and not measured
+        self._ahead: list[StepPlan] = []  # plans handed out and not measured yet
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
         if not 0 <= replica < num_replicas:
@@ -111,7 +109,7 @@ class DocumentBatches(Sampler[PlannedStep]):
             if not isinstance(length, int) or length < 1:
                 raise ValueError(f"document {index} has {length!r} tokens, must have at least 1, a whole number")
         longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
-        least = self._lengths[longest] * num_replicas  # so a step has a document for each replica
+        least = self._lengths[longest] * num_replicas  # a step has at least one document for each replica
         if least > tokens_per_step:
             each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
             raise ValueError(
@@ -123,7 +121,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         """Epoch of the next step."""
         self.steps = 0
         """Number of steps handed out so far, over all epochs."""
-        self._begin = 0  # documents of this epoch that were handed out
+        self._begin = 0  # number of this epoch's documents handed out so far
 
     def __iter__(self) -> Iterator[PlannedStep]:
         """Yields the remaining steps of this epoch; the next iteration begins the next epoch."""
@@ -134,7 +132,7 @@ class DocumentBatches(Sampler[PlannedStep]):
                 f"the documents hold {sum(self._lengths)} tokens, which fill no step of {self._tokens}, and drop_last "
                 "leaves out what fills none: give smaller tokens_per_step, or drop_last=False"
             )
-        # Its thread ends with this generator; so a loop that is left early has nothing to close.
+        # The pool's thread ends with this generator, so a loop may break without closing anything.
         planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
         ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
         for number, (begin, end) in enumerate(spans):
@@ -145,7 +143,7 @@ class DocumentBatches(Sampler[PlannedStep]):
                 self._begin = end
             else:
                 self.epoch, self._begin = epoch + 1, 0
-            self.steps += 1  # a state that is taken from now on is of the next step
+            self.steps += 1  # before the yield: a state taken by the caller is the next step's
             tokens = sum(self._lengths[i] for i in order[begin:end])
             yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
             if self._engine is not None:
@@ -178,7 +176,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         """Continues from a saved position, on any number of ranks and replicas.
 
         Raises:
-            ValueError: the state is of other documents, another seed or other tokens of a step, or no such state.
+            ValueError: the state belongs to other documents, another seed or other ``tokens_per_step``, or is no state.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own) or state["format"] != _FORMAT:
@@ -215,7 +213,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
     def _look(self, engine: PipelineEngine) -> None:
         """Measures the units of the last step, until enough steps are measured."""
-        if self._looks >= len(_SCALES) or engine._runner.last_step is None:  # steps are asked for ahead
+        if self._looks >= len(_SCALES) or engine._runner.last_step is None:  # asked for ahead: no step has run
             return
         if engine._pipeline.thread != threading.get_ident():
             raise RuntimeError(
@@ -234,11 +232,11 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._looks += 1
         if self._looks == len(_SCALES):
             own = [(key, tuple(fit)) for key, fit in terms_of(self._measured).items()]
-            terms = engine.all_gather_object(own)[0]  # those of one machine: plans are equal to the last bit
+            terms = engine.all_gather_object(own)[0]  # rank 0's, so that plans are bit-equal on all ranks
             self.cost = self._given.measured({tuple(key): Fit(*each) for key, each in terms})
 
     def _ask(self, documents: Sequence[int]) -> tuple[Any, ...]:
-        """Returns a call of :meth:`_plan` with the current costs: they change between two steps, alike on all ranks."""
+        """Returns a call of :meth:`_plan` with the current costs, equal on all ranks in every step."""
         options = self._options
         if self._engine is not None and self._looks < len(_SCALES) and self._unit and "unit_tokens" not in options:
             scale = (*_SCALES, 1.0)[self._looks + 1]

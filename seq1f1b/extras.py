@@ -1,4 +1,4 @@
-"""Extras of this package, and the error for a missing extra."""
+"""Extras of the package, and the error for a missing extra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["needs_extra", "torch_remedy"]
 
 @contextmanager
 def needs_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Makes imports in the block that miss one of the packages name the extra, in an error of the same type."""
+    """Replaces the error of an import of a missing package by a ``ModuleNotFoundError`` that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -22,11 +22,11 @@ class Family:
     Attributes:
         name: name for :func:`seq1f1b.build_schedule`.
         description, source: one line each.
-        validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
+        validity: the rule of the family's counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
         stages_per_rank: least v.
-        options: names of its options.
-        splits_backward: whether its orders have I and W, unless an option says otherwise.
-        has_segments: whether its source cuts micro-batches into segments; other families are drawn and compared with
+        options: names of the family's options.
+        splits_backward: whether orders have I and W, unless an option says otherwise.
+        has_segments: whether the source cuts micro-batches into segments; drawings and comparisons give other families
             whole micro-batches.
     """
 
@@ -48,7 +48,7 @@ class Family:
         stages_per_rank: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Returns the rule that these counts and options break; None if the schedule can be built.
+        """Returns the rule broken by the counts and options; None if the schedule can be built.
 
         Raises:
             ValueError: a count below 1, an option of another family.
@@ -62,7 +62,7 @@ class Family:
         options: Mapping[str, Any],
         parents: Sequence[Sequence[int] | None] | None = None,
     ) -> tuple[Any, ...]:
-        """Returns the arguments of the core: counts, options by number, segments of micro-batches and their parents."""
+        """Returns the core's arguments: counts, options in the core's order, segments and parents of micro-batches."""
         num_ranks, num_microbatches, segments, stages_per_rank = counts
         of_all = None if parents is None else _parents_of_all(num_microbatches, segments, parents)
         rows: array[int] | None = None
@@ -95,7 +95,7 @@ _LEFT_OUT = {name: None if kind in ("costs", "units", "ranks") else 0 for name, 
 
 
 def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: tuple[str, str]) -> Any:
-    """An option as the core reads it: a number, the place of a word, or an array. The core refuses wrong counts."""
+    """Returns an option in the core's form: a number, 1 or 2 for a word, or an array. The core refuses wrong counts."""
     is_table = kind in ("costs", "units", "ranks")
     columns = form.num_segments if form.rows is None else sum(form.rows)
     if is_table and not 0 < form.num_stages * columns < 2**31:

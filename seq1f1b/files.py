@@ -1,4 +1,4 @@
-"""Files of this package: written whole or not at all, and read back with errors that name the file."""
+"""Files of the package: written whole or not at all, and read back with errors that name the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file under a temporary name beside it and renames it: the file is new or unchanged. Its mode stays.
+    """Writes a file whole or not at all: a temporary file beside the target takes the target's name and mode.
 
     A pipe, a terminal or any other special file is written directly.
     """
@@ -52,10 +52,10 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Gives a file that will be renamed to ``target`` the mode of the existing target.
+    """Gives a file the mode of ``target``, before the file is renamed to ``target``.
 
-    Without one, the mode is that of any new file in its folder: the writer may have made the file for its owner alone,
-    as safetensors does.
+    Without a target, the file gets the mode of any new file in the folder: safetensors, for instance, makes files that
+    only the owner can read.
     """
     if os.path.isfile(target):
         mode = os.stat(target).st_mode
@@ -65,7 +65,7 @@ def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
             mode = os.stat(new).st_mode
         os.remove(new)
     if mode != os.stat(file).st_mode:
-        with contextlib.suppress(OSError):  # of another owner, or on a file system without modes
+        with contextlib.suppress(OSError):  # another owner, or a file system without modes
             os.chmod(file, stat.S_IMODE(mode))
 
 
@@ -73,9 +73,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def no_room(error: BaseException) -> str | None:
-    """Returns the system's words if a file could not be written for want of room; None for any other cause.
+    """Returns the system's message if a file found no room on the disk; None for any other error.
 
-    Looks through the chain of errors and at texts: safetensors keeps no number.
+    Looks through the chain of errors and at texts, because errors of safetensors have no errno.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -92,7 +92,7 @@ def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         with open(path, encoding="utf-8") as file:
             text = file.read()
         return parse(text)
-    except UnicodeError as error:  # whose message is not in its args
+    except UnicodeError as error:  # error.args lack the message
         raise ValueError(f"{os.fspath(path)}: {error}") from None
     except ValueError as error:
         error.args = (f"{os.fspath(path)}: {error}",)
@@ -108,12 +108,12 @@ def parse_json(text: str) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value of JSON is a finite number in the range of float; True and False are none."""
+    """Returns whether a value of JSON is a finite number in the range of float, and no boolean."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def check_int(name: str, value: Any, least: int) -> None:
-    """Raises unless the value is an int, and no less."""
+    """Raises unless the value is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -129,14 +129,14 @@ def check_number(name: str, value: float) -> None:
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """Returns (rank, size), or raises an error with the rule."""
+    """Returns (rank, size) of ``sequence_parallel=``; raises unless 0 <= rank < size."""
     if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
         raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
     return part
 
 
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
-    """Returns the fields of a JSON object that names its format; ``what`` is the command that writes it.
+    """Returns the fields of a JSON object after a check of the format; ``what`` names the kind of file in errors.
 
     Args:
         again: advice in the error about a file of another version.
@@ -156,14 +156,14 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
 
 
 def load(kind: type[T], data: object, where: str, *, least: float | None = None) -> T:
-    """Makes a dataclass or named tuple from JSON values, checked by the types of its fields.
+    """Makes a dataclass or named tuple from JSON values, each checked against the type of the field.
 
-    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another such class, ``tuple[X, ...]`` and ``X | None``.
-    A named tuple may also be written as the list of its values, as ``json.dumps`` does. A field with a default may
-    be missing.
+    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another dataclass or named tuple, ``tuple[X, ...]`` and
+    ``X | None``. A named tuple may also be a list of values, as ``json.dumps`` writes named tuples. A field with a
+    default may be missing.
 
     Args:
-        where: begins the errors; the fields on the way to the wrong value follow.
+        where: beginning of errors; the path of fields to the wrong value follows.
         least: least value of every number.
     Raises:
         ValueError: no object, an unknown or missing field, or a value of a wrong type or not finite.
@@ -212,7 +212,7 @@ def _value(kind: Any, value: Any, where: str, least: float | None) -> Any:
 
 
 def check_names(given: Iterable[str], known: Collection[str], where: str, optional: Collection[str] = ()) -> None:
-    """Raises ``ValueError`` for unknown fields, and for missing fields that are not optional; names them."""
+    """Raises a ``ValueError`` with the names of unknown fields and of missing fields, optional fields aside."""
     unknown, missing = sorted(set(given) - set(known)), [f for f in known if f not in given and f not in optional]
     if unknown or missing:
         near = nearest_name(unknown[0], known) if unknown else ""

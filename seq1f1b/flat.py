@@ -34,13 +34,13 @@ MOST = 2**31 - 1
 
 
 class Holding(NamedTuple):
-    """A kind of bytes that units hold, as :class:`seq1f1b.StepMemory` has them.
+    """A kind of bytes held by units: a field of :class:`seq1f1b.StepMemory`.
 
     Attributes:
-        name: of its bytes in ``StepMemory``.
-        text: in words.
-        per: index of its values: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
-        counts_with: number of the holding with whose peak it counts.
+        name: the field's name.
+        text: the kind in words.
+        per: form of the table of bytes: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
+        counts_with: number of the holding to whose peak the bytes count.
     """
 
     name: str
@@ -54,7 +54,7 @@ HOLDINGS = tuple(Holding(*row) for row in _C.HOLDINGS)
 
 
 class Counts(NamedTuple):
-    """The counts of an order that decide the form of its tables; ``rows`` are the segments of unequal micro-batches."""
+    """The counts of an order, which decide the form of tables; ``rows``: segments of each micro-batch, if unequal."""
 
     num_ranks: int
     num_stages: int
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
 
 def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
-    """Returns an array of these numbers, of ``code`` ``d``, ``q`` or ``i``; errors name array and wrong number."""
+    """Returns numbers as an array of typecode ``d``, ``q`` or ``i``; errors name the array and the wrong number."""
     values = list(given)
     try:
         return array(code, values)
@@ -81,7 +81,7 @@ def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
-    """Returns a whole number that is neither below ``least`` nor above ``most``."""
+    """Returns a whole number from ``least`` to ``most``, or raises."""
     if not least <= index(value) <= most:
         raise ValueError(
             f"{name} is {value}, must be {f'at least {least}' if value < least else f'in {least}..{most}'}"
@@ -90,9 +90,9 @@ def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
-    """Returns the lengths of a table's sequences, from the outermost on, and a text about them.
+    """Returns the lengths of a table's nested sequences, outermost first, and a text for errors.
 
-    A length is a tuple if it depends on the place in the sequence above.
+    A tuple stands for lengths that differ from micro-batch to micro-batch.
     """
     if per == _C.PER_RANK:
         return [order.num_ranks], f"hold {order.num_ranks}, one of each rank"
@@ -110,18 +110,18 @@ def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
 
 
 def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = "d") -> array[Any]:
-    """Returns the values of a table: one number for all, or nested sequences, with a value for each of ``per``; or one
-    array of all units, [stage, unit] or [unit], with the rows' units one after another.
+    """Returns a table as one array. The table is one number for all places, nested sequences with a value for each
+    place of ``per``, or an array of all units, [stage, unit] or [unit], micro-batch after micro-batch.
 
     Raises:
-        ValueError, TypeError: a sequence has another length, or holds no number; names the table and the place.
+        ValueError, TypeError: a sequence has a wrong length, or a value is no number; names the table and the place.
     """
     if hasattr(given, "dtype"):  # an array of all units
         cells = order.num_segments if order.rows is None else sum(order.rows)
         wanted_shape = {_C.PER_CELL: (order.num_stages, cells), _C.PER_SEGMENT: (cells,)}.get(per)
         if given.dtype == code and given.shape == wanted_shape:
             return array(code, given.tobytes())
-    if order.rows is None:  # in the form that it should have, most often
+    if order.rows is None:  # a quick way for the usual forms
         k, S, is_nested = order.num_segments, order.num_stages, per == _C.PER_CELL
         wanted = {_C.PER_RANK: order.num_ranks, _C.PER_PAIR: S - 1, _C.PER_SEGMENT: k}.get(per, S)
         with contextlib.suppress(TypeError, OverflowError):
@@ -151,11 +151,11 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 
 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
-    """Returns the seconds of every pass, [pass][stage][column], with defaults for None."""
+    """Returns the seconds of every pass, [pass][stage][segment], with defaults for None."""
     seconds, given = array("d"), 0
     cells = order.num_stages * (order.num_segments if order.rows is None else sum(order.rows))
     for number, name in enumerate(_C.PASS_NAMES):
-        table = getattr(costs, name, 0.0)  # what is no attribute costs nothing
+        table = getattr(costs, name, 0.0)  # a pass without a field in Costs costs nothing
         given |= (table is not None) << number
         is_nothing = table is None or (table.__class__ in (int, float) and table == 0)
         seconds += array("d", bytes(8 * cells)) if is_nothing else flat(order, name, _C.PER_CELL, table)
@@ -164,7 +164,7 @@ def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
 
 
 def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
-    """Returns the seconds of a byte between each pair of neighbouring stages."""
+    """Returns seconds per byte between each pair of neighbouring stages; 0 if bandwidth is infinite."""
     if links.bandwidth is None:
         return array("d", bytes(8 * (order.num_stages - 1)))
     given = flat(order, "bandwidth", _C.PER_PAIR, links.bandwidth)
@@ -175,13 +175,13 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tuple[array[int] | None, ...]:
-    """Returns the bytes of each holding, None if nothing, and of messages and statistics."""
+    """Returns tables of bytes: each holding, messages, and statistics of the vocabulary; None for a table of zeros."""
     tables: list[array[int] | None] = []
     for row in HOLDINGS:
         given = getattr(memory, row.name)
         is_nothing = given is None or (given.__class__ is int and given == 0)
         tables.append(None if is_nothing else flat(order, row.name, row.per, given, "q"))
-    whole, kept = tables[:2]  # in C the first is without the second, which W reads
+    whole, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[:2] = None, whole
     elif kept is not None:

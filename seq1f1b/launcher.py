@@ -183,7 +183,7 @@ class _Ranks:
                 pipe.close()
 
     def exit_code(self, rank: int) -> int | None:
-        """Returns a rank's exit code, None while it runs. Kills the processes that a killed rank left behind."""
+        """Returns a rank's exit code, None if running. Kills the processes left behind by a killed rank."""
         process = self.processes[rank]
         with suppress(ChildProcessError):  # already waited for
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

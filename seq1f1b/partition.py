@@ -16,9 +16,9 @@ __all__ = ["LayerKind", "ModelShape", "check_model", "check_segment_sizes", "mak
 
 
 _PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
-MOST_TOKENS = 1 << 40  # of a sequence
-MOST_LAYERS = 1 << 16  # whose kinds are told one by one
-_PIECES_OF_KINDS = 16384  # a split by the operations of layers that differ does
+MOST_TOKENS = 1 << 40  # in a sequence
+MOST_LAYERS = 1 << 16  # in a model, because ``layers_of`` lists all layers
+_PIECES_OF_KINDS = 16384  # pieces, for a split by operations of unequal layers
 
 
 class PieceCosts(Protocol):
@@ -29,21 +29,21 @@ class PieceCosts(Protocol):
 
 
 class LayerKind(NamedTuple):
-    """Differences between layers of one kind and the layers of :class:`ModelShape`. None: as in ``ModelShape``.
+    """Differences between one kind of layers and the layers of :class:`ModelShape`. None: as in ``ModelShape``.
 
     Attributes:
-        heads: of causal attention; 0: no attention.
+        heads: heads of causal attention; 0: no attention.
         kv_heads, head_dim, ffn, experts, experts_per_token: as in ``ModelShape``.
         value_dim: size of a head of values; None: ``head_dim``.
         window: tokens that a token attends to, itself included; 0: all before it.
         shared: inner width of a gated feed-forward beside the experts, visited by every token.
-        mixer: weights of the matrices of attention, or of its replacement; None: of q, k, v and the output.
-        inner, outer, kept: numbers per token that the first of these matrices write, that the last one reads, and that
-            are kept for the backward; None: q, k and v, attention's output, and q with this output.
+        mixer: weights of the matrices of attention, or of attention's replacement; None: of q, k, v and the output.
+        inner, outer, kept: numbers per token written by the mixer's first matrices, read by the last matrix, and kept
+            for the backward; None: q, k and v, attention's output, and q with attention's output.
         scan: floating-point operations of a token in a recurrence.
         state, tail: numbers of a sequence that a segment hands to the next, in float32, and in the dtype of weights.
-        norms: of hidden states.
-        other: parameters beyond matrices, these norms and a router: biases, sinks, norms of heads, convolutions.
+        norms: number of norms of hidden states.
+        other: parameters beyond matrices, a router and ``norms``: biases, sinks, norms of heads, convolutions.
     """
 
     heads: int | None = None
@@ -149,7 +149,7 @@ def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
 
 
 def has_equal_layers(model: ModelShape) -> bool:
-    """Whether the shape alone tells of all layers, but for parameters in no product."""
+    """Returns whether the shape's own fields describe all layers, but for parameters outside of products."""
     return len(model.kinds) < 2 and all(kind._replace(other=0) == LayerKind() for kind in model.kinds)
 
 
@@ -184,7 +184,7 @@ def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequenc
         layer = kinds[number]
         products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
         widths[layer.window] += layer.queries + layer.values
-    from seq1f1b.seconds import spans_between  # needs numpy, which who imports the package alone does not
+    from seq1f1b.seconds import spans_between  # imports numpy, which ``import seq1f1b`` does without
 
     span = spans_between(documents, bounds, tuple(widths))
     return products * span.tokens + sum(2.0 * w * pairs for w, pairs in zip(widths.values(), span.within, strict=True))
@@ -210,7 +210,7 @@ def _check_kinds(model: ModelShape) -> None:
 
 
 def _flops_of(model: ModelShape) -> tuple[float, float]:
-    """Operations of t tokens if all layers are alike: the first times t, and the second times t (t + 1).
+    """Returns a and b: if all layers are alike, a forward over t tokens takes a t + b t (t + 1) operations.
 
     Raises:
         ValueError, TypeError: the shape is not sound.
@@ -279,8 +279,8 @@ def partition_sequence(
         documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as a document.
             Several rows may follow one another; they are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
-        multiple_of: divides every size, except that one segment holds the remainder of ``seq_len``, placed to keep the
-            costliest segment cheapest.
+        multiple_of: divisor of every size but one: one segment also holds the remainder of ``seq_len``, at the place
+            that keeps the costliest segment cheapest.
     Returns:
         ``num_segments`` sizes, each at least 1, that sum to ``seq_len``.
     Raises:
@@ -315,7 +315,7 @@ def partition_sequence(
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
-    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless these are whole rows
+    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
     pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
     bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
     found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])
@@ -338,15 +338,15 @@ def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
 
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
-    """Returns layers of each stage, at least one, that minimize the most work of a stage, with the head on the last."""
+    """Returns layers per stage, at least one, that make the slowest stage fastest; the last stage also has the head."""
     total = [0.0, *accumulate(work)]
 
     def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:
-        """Returns the least measure of stages that are each below a limit, and their layers."""
+        """Returns the least measure of all splits with stages of at most ``limit``, and the layers of the best."""
 
         @cache
         def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
-            """Returns measure and layers of the first stages, which hold the layers before ``stop``."""
+            """Returns measure and layers of the best split of the layers before ``stop`` into so many stages."""
             if not stages:
                 return (0.0, ()) if not stop else (math.inf, ())
             options: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, 0, ())]
@@ -361,5 +361,5 @@ def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
         return best(num_stages, len(work))
 
     slowest, _ = split(max, math.inf)
-    # Among the splits as good as that, the most even one.
+    # Among splits with an equally fast slowest stage, take the most even split.
     return list(split(lambda before, cost: before + cost * cost, slowest * (1 + 1e-9))[1])

@@ -1,7 +1,7 @@
-"""Places a step on the GPU of its stages. Stages on the CPU need none of this.
+"""Runs a step on a GPU: device, stream, messages through host memory, ranges for Nsight Systems.
 
-A transport of host memory (``"shm"``, ``"c10d"``, and that of ranks that are threads) copies messages between stages
-through it: correct on every machine, and as slow as two copies over PCIe for which the host waits.
+Transports in host memory (``"shm"``, ``"c10d"``, ranks as threads) copy a message from one GPU to the host and on to
+the other GPU: correct on every machine, and as slow as two copies over PCIe for which the host waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def common_device(modules: Sequence[Any]) -> torch.device:
-    """Returns the device of a rank's parameters; the CPU if there are none. Parts on meta are never run."""
+    """Returns the device of a rank's parameters; the CPU without parameters. Modules on meta never run."""
     devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
     devices = devices - {torch.device("meta")} or devices
     if len(devices) > 1:
@@ -37,7 +37,7 @@ def common_device(modules: Sequence[Any]) -> torch.device:
 
 @contextmanager
 def step_on(device: torch.device) -> Iterator[None]:
-    """Surrounds a step on a GPU: backwards run in the rank's own thread, as threads as ranks and errors of ops need."""
+    """Surrounds a step on a GPU: backwards run in the rank's own thread, for ranks as threads and for errors of ops."""
     if device.type == "cpu":
         yield
         return
@@ -46,7 +46,7 @@ def step_on(device: torch.device) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory of a device."""
+    """Returns the bytes of free memory of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo", encoding="utf-8") as file:
@@ -59,10 +59,10 @@ def compute_stream(device: torch.device) -> int:
 
 
 def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:
-    """Returns a unit's callback with messages from and to host memory.
+    """Wraps a unit's callback: received tensors come from host memory, and sent tensors go to host memory.
 
-    Both copies block: sent data have been computed when the transport reads them, and a place has been read when it is
-    written again. The copies are no part of the unit's time.
+    Both copies block, so the transport sends only computed data, and overwrites a receive place only after the copy.
+    The copies are no part of the unit's time.
 
     Args:
         gpu: the core's handle.
@@ -85,10 +85,10 @@ def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> 
 
 
 def in_ranges(run: Callable[..., Any], texts: Mapping[tuple[int, int, int], str]) -> Callable[..., Any]:
-    """Returns a unit's callback within a range of NVTX that has the unit's text, for Nsight Systems.
+    """Wraps a unit's callback in an NVTX range with the unit's text, for Nsight Systems.
 
     Args:
-        texts: by number of the pass, stage and cell.
+        texts: units' texts by number of the pass, stage and cell.
     """
 
     def unit(kind: int, stage: int, cell: int, received: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A plan: one way to train a model, in the file that ``seq1f1b plan`` writes and ``PipelineEngine`` runs.
+"""A plan: one way to train a model, in a file of ``seq1f1b plan`` for ``PipelineEngine``.
 
-Needs nothing of ``seq1f1b.planning``, which finds plans.
+The module imports nothing of ``seq1f1b.planning``, which finds plans.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Layout:
             the logits of all live segments.
         vocabulary: "ends": the first stage has the embedding, the last one the head; "ranks": each rank has a shard of
             both, by :class:`seq1f1b.VocabularyParallelHead` and its embedding.
-        copies_prefix: every segment copies the keys and values up to it and keeps its own beside the last copy, as the
-            authors' code does, instead of a cache per micro-batch.
+        copies_prefix: instead of one cache per micro-batch, every segment copies the keys and values of earlier
+            segments, as the Seq1F1B authors' code does.
     """
 
     tensor: int = 1
@@ -63,11 +63,11 @@ class StepLength:
     """Steps of one length, in a plan for a mix of lengths.
 
     Attributes:
-        seq_len: tokens to which the sequences of such a step are padded.
-        share: share of these steps, and of their sequences, among all.
+        seq_len: length in tokens of the step's padded sequences.
+        share: share of steps of this length, and of their sequences, among all.
         tokens: mean tokens of a sequence, without padding.
         segment_sizes: segments of the padded sequence.
-        seconds, tokens_per_second: time and rate of such a step; padding does not count as tokens.
+        seconds, tokens_per_second: time and rate of a step; padding does not count as tokens.
         peak: bytes of each rank.
     """
 
@@ -81,7 +81,7 @@ class StepLength:
 
 
 class _File:
-    """A value that can be written to a file and read back."""
+    """Base of plans and tuned orders: a value with a file format."""
 
     def to_json(self) -> str:
         """Returns the text of the file."""
@@ -98,13 +98,13 @@ class _File:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file of ``save``. Errors as those of ``from_json``, with the file's name, and ``OSError``."""
+        """Reads a file of ``save``. Raises errors of ``from_json``, with the file's name, and ``OSError``."""
         return read(path, cls.from_json)
 
 
 @dataclass(frozen=True)
 class TunedOrder(_File):
-    """The order that a tuned engine found, :meth:`seq1f1b.PipelineEngine.found_order`.
+    """The order found by a tuned engine, :meth:`seq1f1b.PipelineEngine.found_order`.
 
     ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it from the first step on, on any machine.
 
@@ -112,7 +112,7 @@ class TunedOrder(_File):
         schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options, weights: of
             :func:`seq1f1b.build_schedule`.
         seq_len: tokens of the sequences of the search.
-        segment_sizes: tokens of the segments of such a sequence; (): an even split, of sequences of any length.
+        segment_sizes: tokens of the segments of ``seq_len`` tokens; (): an even split, of sequences of any length.
     """
 
     schedule: str
@@ -179,7 +179,7 @@ def _check(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLen
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
-    """Reads the file of a plan, or of a tuned engine's order. Errors as those of their ``load``."""
+    """Reads the file of a plan or of a tuned order. Raises the errors of ``Plan.load`` or ``TunedOrder.load``."""
 
     def parse(text: str) -> Plan | TunedOrder:
         is_tuned = f'"{_TUNED_FORMAT}"' in text[:100]
@@ -198,21 +198,21 @@ class Plan(_File):
             :func:`seq1f1b.build_schedule`.
         segment_sizes: tokens.
         mix: balance of the split, 1 equal time, 0 equal length.
-        seconds, low, high: time of a step in a row of equal steps, including the optimizer (its period); the ends of
-            the interval take the uncertain terms to be independent.
-        bubble: share of this time in which ranks neither compute nor update.
+        seconds, low, high: time of a step in a row of equal steps, including the optimizer; the ends of the interval
+            take the uncertain terms to be independent.
+        bubble: share of the step's time in which ranks neither compute nor update.
         tokens_per_second: rate of all data-parallel replicas together.
         optimizer_sync: whether the optimizer waits for all ranks.
         peak: bytes of each rank.
         peak_high: bytes of each rank with the uncertain bytes at their high ends.
-        cap: bytes of a device for which the plan was made.
+        cap: bytes of a device, the plan's limit.
         prefetch: receive places beyond the peak of live ones; None: by time, see :meth:`seq1f1b.Schedule.replace`.
-        spread: seconds of passes, by which S, T, E and G of a vocabulary over the ranks find their places in the order,
-            under the names of :class:`seq1f1b.Costs`; {} if the vocabulary is at the ends.
-        units: for each unit whether its saved tensors are kept, recomputed or moved,
-            :meth:`seq1f1b.Schedule.cell_kinds`; () if all are kept.
+        spread: seconds of passes under the names of :class:`seq1f1b.Costs`, which decide where S, T, E and G of a
+            vocabulary over the ranks stand in the order; {} if the vocabulary is at the ends.
+        units: letters for units with kept, recomputed or moved tensors, as in
+            :meth:`seq1f1b.Schedule.cell_kinds`; () if all units keep tensors.
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
-            and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
+            and ``peak_high`` describe the longest length, ``peak`` is the most of any, times and rates the mean of all.
     """
 
     model: ModelShape
@@ -243,7 +243,7 @@ class Plan(_File):
 
     @property
     def margin(self) -> tuple[int, ...]:
-        """Bytes that each rank leaves of the cap."""
+        """Bytes of the cap left over on each rank."""
         return tuple(self.cap - peak for peak in self.peak)
 
     def build(self) -> Schedule:
@@ -277,7 +277,7 @@ class Plan(_File):
         """Returns keyword arguments of ``PipelineEngine``.
 
         Raises:
-            ValueError: the plan needs a feature that the engine lacks; names the feature.
+            ValueError: the engine lacks a feature of the plan; names the feature.
         """
         layout = self.layout
         if layout.inside != "none":

@@ -1,8 +1,8 @@
 """Checks each kernel against float64 at its first use, on a small case.
 
-Nobody can test every GPU and compiler in advance. So a kernel, or a way by torch's ops, must pass a check in the
-process before its use: once for each kernel, dtype, head size and device. A warning names a kernel that is wrong, and
-the process does not use it again.
+Nobody can test every GPU and compiler in advance. So a kernel, or a replacement by torch's ops, must pass a check in
+the process before its use: once for each kernel, dtype, head size and device. A warning names each wrong kernel, and
+the process does not use the kernel again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Use(NamedTuple):
-    """A proven kernel or way; another dtype, other heads or another device need a proof of their own."""
+    """A kernel in one use: every dtype, head size and device needs a check of its own."""
 
     kernel: str
     dtype: torch.dtype
@@ -40,14 +40,14 @@ REBUILD = "Install seq1f1b again to build its kernels anew, or set SEQ1F1B_CUDA_
 
 
 class Proofs:
-    """The kernels of a family that have proven themselves in the process.
+    """Results of the checks of a family of kernels in the process.
 
     Args:
-        instead: for the warning of a kernel that failed: its replacement, and the remedy.
-        family: for this warning: text before the kernel's name.
+        instead: end of the warning about a wrong kernel: the replacement, and the remedy.
+        family: beginning of the warning: text before the kernel's name.
     """
 
-    PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
+    PATIENCE = 10.0  # seconds to wait for another thread's check, which may itself wait for work of this thread
 
     def __init__(self, instead: str, family: str = "") -> None:
         self.instead, self.family = instead, family
@@ -55,10 +55,10 @@ class Proofs:
         self.results: dict[Use, bool] = {}
 
     def holds(self, use: Use, prove: Callable[[], None]) -> bool:
-        """Returns whether the kernel has proven itself, now or before.
+        """Returns whether the kernel is right, after a check at the first call.
 
-        While a CUDA graph is captured, or another thread's check takes long, an unproven kernel is not to be used; a
-        later call finds out.
+        Returns False without a check while a CUDA graph is captured, or while another thread's check takes long; a
+        later call checks.
 
         Args:
             prove: raises if the kernel is wrong or does not run.
@@ -89,13 +89,13 @@ class Proofs:
 
 
 def is_capturing() -> bool:
-    """Returns whether a CUDA graph is being captured: no place for a check, which waits for the device."""
+    """Returns whether a CUDA graph is being captured. A check must not run then: it waits for the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Surrounds a check: no gradients, no autocast, and a stream of its own: earlier work may wait for another rank."""
+    """Surrounds a check: no gradients, no autocast, and a new stream, as earlier work may wait for another rank."""
     of_device = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), of_device:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -104,6 +104,6 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 def numbers() -> Callable[..., Tensor]:
-    """Returns a maker of random numbers of given sizes: equal in each process, float32, CPU, with its own generator."""
+    """Returns a function that makes random tensors of given sizes on the CPU: float32, equal in each process."""
     generator = torch.Generator("cpu").manual_seed(1)
     return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

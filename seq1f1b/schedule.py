@@ -47,26 +47,25 @@ __all__ = [
 ]
 
 
-_CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, moved
+_CELL_KINDS = ".RL"  # by the core's number: F's saved tensors are kept, recomputed or moved
 _CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.encode())
 
 
 class Schedule:
     """The order in which every rank runs its units.
 
-    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Beyond the
-    placement (a stage lives on one rank), rules are checked by :meth:`check`, which :meth:`simulate` and the engine
-    call.
+    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Making an
+    order checks its placement alone (a stage lives on one rank); :meth:`check`, called by :meth:`simulate` and by the
+    engine, checks all other rules.
 
     Args:
         ranks: the units of every rank in run order.
-        num_segments: of every micro-batch; 0: each has the segments of its units.
+        num_segments: segments of every micro-batch; 0: every micro-batch has the segments of its units.
     Attributes:
-        prefetch: receive places of an edge beyond the most that the order needs at once; None: by time, see
-            :meth:`replace`.
-        fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
-        parents: for each micro-batch the segment that each of its segments follows, -1 for the first one; None: in each
-            micro-batch a segment follows the one before it.
+        prefetch: receive places of an edge beyond the order's own need; None: by time, see :meth:`replace`.
+        fills: whether a rank runs W while waiting for a message, see :meth:`replace`.
+        parents: parent of each segment, [micro-batch][segment], -1 for the first segment; None: segments follow one
+            another in every micro-batch.
     """
 
     def __init__(self, ranks: Iterable[Iterable[Unit]], *, num_segments: int = 0) -> None:
@@ -78,9 +77,9 @@ class Schedule:
         self._adopt(_C.schedule_from_text("\n".join(lines), whole("num_segments", num_segments, 0, MOST)))
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
-        self.handle = handle  # of the C core; the engine lowers it
+        self.handle = handle  # the C core's order, lowered to a program by the engine
         self.prefetch: int | None = None if like is None else like.prefetch
-        self._times: array[float] | None = None if like is None else like._times  # by which places are counted
+        self._times: array[float] | None = None if like is None else like._times  # to count places by time
         self.fills: bool = like is not None and like.fills
         counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
@@ -91,12 +90,12 @@ class Schedule:
         trees = tuple(tuple(islice(each, k)) for k in rows)
         self.parents: tuple[tuple[int, ...], ...] | None = trees if parents else None
         self._units: dict[int, tuple[Unit, ...]] = {}
-        self._lowered: Any = None  # what the core reads again in every simulation
+        self._lowered: Any = None  # the lowered program, for all simulations
         self._peak: tuple[int, ...] | None = None  # most live units of each rank
 
     @classmethod
     def _from_handle(cls, handle: Any, like: Schedule | None = None) -> Schedule:
-        """Returns an order around the core's handle. like: an order with the wanted places and fills."""
+        """Returns an order around the core's handle, with the receive places and fills of ``like``."""
         schedule = cls.__new__(cls)
         schedule._adopt(handle, like)
         return schedule
@@ -108,21 +107,20 @@ class Schedule:
         costs: Costs | None = None,
         weights: str | None = None,
     ) -> Schedule:
-        """Returns the order with equal units, but with other places, or with W elsewhere.
+        """Returns the order with equal units, but with other receive places, or with W in waits.
 
         Args:
-            prefetch: receive places of an edge beyond the most that the order needs at once; a sender without a free
-                place waits. More places are never slower. None: by time: as many as let no sender wait if units take
-                the seconds of ``costs`` and messages come at once, and at least one. Each waiting message belongs to a
-                unit that one of the two stages holds anyway, and is small beside the unit's saved tensors. ``...``:
-                unchanged.
-            costs: seconds of units and messages by which places are counted if ``prefetch`` is None; equal on all
-                ranks. None: the costs for which the order was built (options ``costs`` and ``transfer`` of its family),
-                else F, I, W and R take 1 and B takes 2.
+            prefetch: receive places of an edge beyond the order's own need; a sender without a free place waits. More
+                places are never slower. None: by time: at least one, and enough that no sender waits if units take the
+                seconds of ``costs`` and messages come at once. Each waiting message belongs to a unit held by one of
+                the two stages anyway, and is small beside the unit's saved tensors. ``...``: unchanged.
+            costs: seconds of units and messages to count places if ``prefetch`` is None; equal on all ranks. None: the
+                costs given to :func:`build_schedule` (options ``costs`` and ``transfer``), or else 1 for F, I, W and R,
+                and 2 for B.
             weights: when weight gradients are made. ``"planned"``: at W's place in the order. ``"fill"``: also while a
                 rank waits for a message, product by product and in the order's own sequence, so gradients are bit-equal
-                from run to run; at the latest at W's place, so memory stays as planned. The engine runs an order of
-                whole backwards with ``"fill"`` as :meth:`defer_weights` of it. None: unchanged.
+                from run to run; at the latest at W's place, so memory stays as planned. With ``"fill"``, the engine
+                splits whole backwards by :meth:`defer_weights`. None: unchanged.
         Raises:
             ValueError, TypeError: ``prefetch`` is below 0 or no int, or an int although ``costs`` are given,
                 ``weights`` is unknown.
@@ -157,19 +155,19 @@ class Schedule:
 
     @property
     def _places_text(self) -> str:
-        """A text by which ranks compare receive places: equal orders with equal texts have equal places."""
+        """Text for comparing receive places among ranks: equal orders with equal texts have equal places."""
         if self.prefetch is not None or self._times is None:
             return f"{self.prefetch}"
         return f"None (places {zlib.crc32(repr(self.places).encode()):08x} by costs)"
 
     @property
     def segments_of(self) -> tuple[int, ...]:
-        """Segments of every micro-batch. In an order of rows, ``rows`` holds them, too; it is None in other orders."""
+        """Number of segments of every micro-batch, also in an order without ``rows``."""
         return self.rows or (self.num_segments,) * self.num_microbatches
 
     @property
     def _first_cells(self) -> tuple[int, ...]:
-        """Number of each micro-batch's first segment, counted over all micro-batches; at the end, of all segments."""
+        """Index of each micro-batch's first segment among all segments; the last entry is the number of segments."""
         return tuple(accumulate(self.segments_of, initial=0))
 
     @cached_property
@@ -193,7 +191,7 @@ class Schedule:
 
     @property
     def digest(self) -> str:
-        """16 digits, equal for schedules of equal units, in any process, and different for others except by chance."""
+        """16 hexadecimal digits: equal in every process for equal units, different (but by chance) for other units."""
         return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:
@@ -207,7 +205,7 @@ class Schedule:
         return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
 
     def __reduce__(self) -> Any:
-        """Makes copies and pickles from the text; a line marks an order of rows whose micro-batches are chains."""
+        """Makes copies and pickles from the text; a first line marks an order of rows without trees."""
         rows = "parents" + " -" * self.num_microbatches + "\n" if self.rows is not None and self.parents is None else ""
         return _from_pickle, (type(self), rows + self.to_text(), self.prefetch, self._times, self.fills)
 
@@ -220,30 +218,30 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """Returns the order without backward units, for evaluation."""
         order = self._from_handle(_C.schedule_forward_only(self.handle), like=self)
-        order._times = None  # no backward bounds how far a fast stage goes ahead of a slow one
+        order._times = None  # without backwards a fast stage may run any number of forwards ahead of a slow stage
         return order
 
     def defer_weights(self, max_live_units: int | None = None) -> Schedule:
         """Returns the order with every backward split, and W as late as memory allows.
 
-        Each W stands where its rank would otherwise hold more units; the Ws of a rank stand in the order of its Is. If
-        W runs in waits (``weights="fill"`` of :meth:`replace`), such an order has most to fill them with.
+        Each W stands where its rank would otherwise hold more units; the Ws of a rank stand in the order of its Is.
+        Late Ws leave most work for waits (``weights="fill"`` of :meth:`replace`).
 
         Args:
-            max_live_units: cap on the units of one rank between their forward and their W; None: the most that any rank
-                of this order holds, so the largest rank holds no more than before.
+            max_live_units: cap on the units of one rank between their forward and their W; None: the peak of this
+                order's largest rank, so no rank holds more than this peak.
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: ``max_live_units`` is below 1, or below the number that a rank holds whenever its Ws run.
+            ValueError: ``max_live_units`` is below 1, or below the least number of units that a rank must hold.
         """
         most = 0 if max_live_units is None else whole("max_live_units", max_live_units, 1)
         return self._from_handle(_C.schedule_defer_weights(self.handle, most), like=self)
 
     def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
-        """Returns the order with an R just before the backward of each of these units.
+        """Returns the order with an R just before the backward of each chosen unit.
 
-        R needs no message, so it runs while the backward's gradient is on its way. An existing R keeps its place, and a
-        unit moved to a tier stays moved; from text an order may have Rs anywhere between F and the backward.
+        R needs no message, and so runs while the backward's gradient is on the way. An existing R keeps its place, and
+        a unit moved to a tier stays moved; from text an order may have Rs anywhere between F and the backward.
 
         Args:
             units: ``"all"``, ``"none"``, or a callable that gets each unit's F and says whether to recompute the unit.
@@ -254,12 +252,12 @@ class Schedule:
         return self._changed("R", units)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
-        """Returns the order with saved tensors of these units away, in a tier, while nobody reads them.
+        """Returns the order with saved tensors of chosen units in a tier between forward and backward.
 
-        O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit beside the
-        way out, and one beside the way back. A unit stays if no other unit would run while it is away, or if it is
-        recomputed. From text an order may have them elsewhere: O, A and L in this order between F and the backward, at
-        most one unit of a rank on its way out, and two on their way back.
+        O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit during the
+        move out, and another during the move back. A unit stays if no other unit would run between A and L, or if R
+        recomputes the unit. From text an order may have O, A and L anywhere between F and the backward, in this
+        sequence, with at most one unit of a rank on the way out, and two on the way back.
 
         Args:
             units: ``"all"``, ``"none"``, or a callable that gets each unit's F and says whether to move the unit.
@@ -277,20 +275,20 @@ class Schedule:
         costs: Costs = Costs(),
         tier_room: int | Sequence[int] | None = None,
     ) -> Schedule:
-        """Returns the order with as few units as possible recomputed, or moved to a tier, so that it fits.
+        """Returns the order with as few units as possible recomputed, or moved to a tier, to fit into ``room``.
 
         Whenever a rank would hold more than its room, the live unit with the furthest backward gives up its saved
-        tensors. With both ways open a unit moves if the tier is back in time, and is recomputed otherwise. If the room
-        is too little for any choice, the order still holds more: ``peak_memory`` tells.
+        tensors. If both ways are allowed, a unit moves if the tier brings the tensors back in time, and is recomputed
+        otherwise. If no choice fits, the returned order exceeds the room: ask ``peak_memory``.
 
         Args:
             memory: bytes that units hold.
-            room: bytes that a rank may hold in units and receive places; a number, or one for each rank. Weights, the
+            room: most bytes of a rank in units and receive places; a number, or a number for each rank. Weights, the
                 optimizer and ``memory.logits`` come on top.
             by: allowed ways, ``"recompute"``, ``"offload"``, or both.
-            costs: bytes of messages; with both ways open also the seconds of passes, messages and the tier.
-            tier_room: bytes of moved units that a rank's tier holds at once; a number, or one for each rank; None: any
-                number. The other units are recomputed, if ``by`` allows it.
+            costs: bytes of messages; if both ways are allowed, also the seconds of passes, messages and the tier.
+            tier_room: most bytes of moved units in a rank's tier at once; a number, or a number for each rank; None:
+                any. Units without room in the tier are recomputed, if ``by`` allows.
         Raises:
             ScheduleError: this order breaks a rule.
             ValueError: the order recomputes or moves units already, ``by`` is unknown, or a number is out of range.
@@ -308,8 +306,8 @@ class Schedule:
     def cell_kinds(self) -> tuple[str, ...]:
         """Returns a text for each stage, with a letter for each segment and a blank between micro-batches.
 
-        The unit's saved tensors are kept (``.``), recomputed (``R``) or moved and brought back (``L``).
-        :meth:`with_cell_kinds` is the way back.
+        The letters say that the unit's saved tensors are kept (``.``), recomputed (``R``) or moved to a tier (``L``).
+        :meth:`with_cell_kinds` reads the texts.
         """
         letters = _C.schedule_cell_kinds(self.handle).translate(_CELL_LETTERS).decode()
         cells = self._first_cells
@@ -321,7 +319,7 @@ class Schedule:
 
         Raises:
             ScheduleError: this order breaks a rule.
-            ValueError: the texts have other counts than this order, or it has such units already.
+            ValueError: the texts have other counts than the order, or the order recomputes or moves units already.
         """
         S, M, counts = self.num_stages, self.num_microbatches, list(self.segments_of)
         words = [row.split(" ") for row in rows]
@@ -353,13 +351,13 @@ class Schedule:
         other units. The first stage waits for E.
 
         Args:
-            ahead: every unit other than F stands behind so many more Fs of its rank; None: the number among 0, 1 and 2
-                that this order allows and that gives the shortest step; 0 without ``head``.
+            ahead: number of further Fs of a rank ahead of every unit other than F; None: the best of 0, 1 and 2 for
+                the time of a step, if the order allows so many; 0 without ``head``.
             head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
-            costs: the new units stand where each rank can run them first.
+            costs: seconds of the passes: the new units stand where each rank can run them earliest.
         Raises:
-            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; or
-                ``ahead`` is so large that ranks would wait for each other, for a B behind forwards that went ahead.
+            ScheduleError: the order breaks a rule, holds S, T, E or G already, or rank r does not hold stage r; or
+                ``ahead`` is so large that ranks would wait for each other, for a B behind further forwards.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
@@ -389,7 +387,7 @@ class Schedule:
     def to_text(self) -> str:
         """Returns one line per rank: ``F0.0 F0.1 B0.1 B0.0``.
 
-        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
+        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` alone.
         """
         return _C.schedule_to_text(self.handle)
 
@@ -411,8 +409,8 @@ class Schedule:
         segment.
 
         Raises:
-            ValueError: torch has no cell for the order: it recomputes or moves units, its micro-batches differ in their
-                segments, or these are trees.
+            ValueError: torch's CSV has no cells for the order, with recomputed or moved units, unequal micro-batches,
+                or trees of segments.
         """
         from seq1f1b import torch_csv
 
@@ -422,8 +420,8 @@ class Schedule:
     def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
         """Reads torch's compute-only action CSV, for instance a file of ``_dump_csv`` read as text.
 
-        Empty cells are bubbles: they say nothing about the order. A cell ``(0F3;7B1)OVERLAP_F_B`` is read as its two
-        units, one after the other. Cells that move data or parameters are refused.
+        Empty cells are bubbles, and ignored. A cell ``(0F3;7B1)OVERLAP_F_B`` stands for two units, one after another.
+        Raises for cells that move data or parameters.
 
         Raises:
             ValueError: names line and cell.
@@ -446,19 +444,19 @@ class Schedule:
     ) -> Simulation:
         """Returns the start and end of every unit under the given times.
 
-        Simulates the engine's program, with its places and credits. If the order fills waits, the block of a W is the
-        part left for its place.
+        Simulates the engine's program, with receive places, and senders that wait for free places. If the order fills
+        waits, W's block shows only the part that runs at W's own place.
 
         Args:
             costs: seconds of the units, of messages, of the tier and of the optimizer.
-            memory: bytes of everything a step holds, for ``memory`` of the result.
-            durations: seconds of every unit, per rank in run order, in place of the passes' seconds: replays a measured
-                step.
+            memory: bytes held by units and ranks, for ``memory`` of the result.
+            durations: seconds of every unit, per rank in run order, in place of the passes' seconds, to replay a
+                measured step.
             noise: random variation of times.
-            steps: simulates so many steps in a row, for ``period``; all other results are of the first.
-            optimizer_sync: whether the optimizer waits for all ranks, as for a norm over them; needed with steps.
-            critical: also find ``slack`` and ``critical_path``. Not with a tier that takes time, nor for an order that
-                fills waits.
+            steps: number of steps in a row, for ``period``; all other results describe the first step.
+            optimizer_sync: whether the optimizer waits for all ranks, for instance for a norm; needed with steps.
+            critical: whether to find ``slack`` and ``critical_path``; refused with a tier that takes time, and for an
+                order that fills waits.
             progress: called some times a second with the number of units that have run; an exception ends the
                 simulation.
         Raises:
@@ -468,23 +466,23 @@ class Schedule:
         return simulated(self, costs, memory, durations, noise, steps, optimizer_sync, critical, progress)
 
     def peak_memory(self, memory: StepMemory, costs: Costs = Costs()) -> PeakMemory:
-        """Returns the most bytes that each rank holds, as :meth:`simulate` does; they do not depend on times.
+        """Returns the most bytes of each rank, as in :meth:`simulate`; times do not matter.
 
-        Args and errors are those of :meth:`simulate`; ``costs`` has the bytes of messages.
+        Takes arguments and raises errors of :meth:`simulate`; ``costs`` holds the bytes of messages.
         """
         return memory_of(self, memory, costs.links)
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the most tokens that live units of each rank have at once.
+        """Returns the most tokens in live units of each rank at once.
 
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
         """
-        whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
+        whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # raises under the name of the argument
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
-        """Returns, [rank][i][holding], the bytes that unit i takes when it starts, and frees when it ends."""
+        """Returns bytes [rank][i][holding]: a pair, taken at the start of unit i and freed at its end."""
         found = _C.program_changes(self._lower(), held_bytes(self, memory, None)).cast("B")
         rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
@@ -496,7 +494,7 @@ class Schedule:
         return pass_seconds(self, costs) + array("d", map(lambda a, b: a + max(most, 0) * b, latency, per_byte))
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
-        """Returns the core's program for the engine of one rank; with_receives: for transports with a rendezvous."""
+        """Returns the core's program for one rank's engine; ``with_receives``: for transports with a rendezvous."""
         return _C.program_lower(self.handle, self.prefetch, with_receives, rank, self._times)
 
     def _lower(self) -> Any:
@@ -514,7 +512,7 @@ def _from_pickle(
 
 
 def check_units(name: str, units: object) -> None:
-    """Raises unless the argument says which units an order recomputes, or moves."""
+    """Raises unless ``units`` is "none", "all" or a callable."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
         raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
 
@@ -533,49 +531,46 @@ def build_schedule(
     prefetch: int | None = None,
     weights: str = "planned",
 ) -> Schedule:
-    """Builds the order of a named family for these counts.
+    """Builds the order of a named family.
 
     Args:
         name: one of :func:`schedules`.
-        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, one
-            for each micro-batch: an order of rows. Its costs and bytes are ``[stage][micro-batch][segment]``. In rules
-            k is then the largest number, and ``M k`` the sum of all. A family that needs one k for all says so.
-        options: further settings; each family takes some of these.
+        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, a
+            number for each micro-batch: an order of rows, with costs and bytes ``[stage][micro-batch][segment]``. In
+            rules of rows k is the largest number, and ``M k`` the sum. A family that needs equal numbers raises.
+        options: further settings; ``seq1f1b.schedule.families()`` lists the options of each family.
             ``group``: micro-batches that go forward, and back, together.
-            ``round``: interleaving, a round holds at least so many micro-batches.
+            ``round``: interleaving: least number of micro-batches in a round.
             ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
             groups of P segments or a few more, so fewer messages wait; k >= P, and without ``round``.
-            ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: with slow
-            transfers it trades memory for time.
-            ``cap``: (stage, segment) units that a rank holds at most, if the backward is split; more than the
-            family's own cap lets W wait for a bubble.
-            ``unit_bytes``, ``cap_bytes``: a cap in bytes: of a unit, from F to the end of W, a number or
-            ``[stage][segment]``, and of a rank, a number or one per rank.
+            ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: trades
+            memory for time if transfers are slow.
+            ``cap``: most (stage, segment) units of a rank, if the backward is split; more than the family's own cap
+            lets W wait for a bubble.
+            ``unit_bytes``, ``cap_bytes``: a cap in bytes: ``unit_bytes`` of each unit from F to the end of W, a number
+            or ``[stage][segment]``; ``cap_bytes`` of a rank, a number or a number per rank.
             ``transfer``: seconds of a message between two ranks.
-            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``, which takes the better one by default.
-            ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``, which
-            splits by default.
+            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; default: the better of both.
+            ``backward``: for ``"auto"``, ``"split"`` into I and W (default), or ``"whole"``, a B.
             ``trees``: with ``parents``, ``"nested"``: one branch after another, so a rank holds a path and P - 1 units
             more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
             go forward by their numbers and back in reverse, as in every other family.
-            ``costs``: of F, I and W, each a number or ``[stage][segment]``, if the backward is split: W go where
-            these leave bubbles; the order is never worse under them than the order for equal costs. ``"auto"`` takes
-            the whole order from them, and is never worse than a named family within the same cap.
-        parents: micro-batches whose segments are trees: for each micro-batch the segment that each of its segments
-            follows, -1 for segment 0, the root, and a lower number than the segment's own for all others; None for a
-            micro-batch whose segments follow each other. F of a segment runs after F of its parent, its backward after
-            its children's. Every family builds for trees.
-        recompute: ``"none"``, ``"all"``, or a callable of a unit: the units that the order recomputes, see
-            :meth:`Schedule.recompute`.
-        offload_units: ``"none"``, ``"all"``, or a callable of a unit: the units that the order moves to a tier and
-            back, see :meth:`Schedule.offload`.
+            ``costs``: seconds of F, I and W, each a number or ``[stage][segment]``, if the backward is split: Ws fill
+            the bubbles left by F and I; under these costs the order is never worse than the order for equal costs.
+            ``"auto"`` searches the whole order by costs, and is never worse than a named family within an equal cap.
+        parents: trees of segments: for each micro-batch a list with the parent of each segment, -1 for segment 0, the
+            root, and a lower number than the segment's own for all other segments; None for a micro-batch without
+            branches. F of a segment runs after F of its parent, the backward after the children's backwards. Every
+            family builds for trees.
+        recompute: units to recompute: ``"none"``, ``"all"``, or a callable of a unit, see :meth:`Schedule.recompute`.
+        offload_units: units to move to a tier and back: ``"none"``, ``"all"``, or a callable of a unit, see
+            :meth:`Schedule.offload`.
         prefetch, weights: number of receive places, and whether W fills waits (``"fill"``) or not (``"planned"``), see
-            :meth:`Schedule.replace`. Places by time (None) are counted by the options ``costs`` and ``transfer`` if
-            given.
+            :meth:`Schedule.replace`. For places by time (None), the options ``costs`` and ``transfer`` are the times.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
-        ScheduleError: the family cannot be built for these counts; names its rule.
+        ScheduleError: the counts break a rule of the family; names the rule.
     """
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")

@@ -1,4 +1,4 @@
-"""Seconds of units: of one unit by a source, tables for all units of a step, and fits to measured units."""
+"""Seconds of units: tables for all units of a step, and fits to measured units."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__: list[str] = []
 
 
 class Span(NamedTuple):
-    """Tokens of a segment, pairs of one of its tokens and a token seen by it, and tokens up to the segment's end.
+    """Tokens of a segment, pairs of a query in the segment and a key seen by the query, and tokens up to the end.
 
-    ``within``: the pairs in layers with a window, for each window of the model. Each field may be an array instead, of
-    many segments: sources of seconds use operators and ufuncs of numpy alone.
+    ``within``: the pairs in layers with a window, for each window of the model. Each field may be an array of many
+    segments instead of a number: sources of seconds use operators and ufuncs of numpy alone.
     """
 
     tokens: Any
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 class PassSeconds(NamedTuple):
     """Seconds of F, of I and W, and of the whole B, which replaces I and W if the order does not split.
 
-    ``recompute`` is R's addition to a unit. Seconds of all units of a step are tables, each [stage][segment].
+    ``recompute`` is R's addition to a unit. For all units of a step, each field is a table, [stage][segment].
     """
 
     forward: float
@@ -42,12 +42,12 @@ class PassSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """F and the whole B."""
+        """Seconds of F and the whole B."""
         return self.forward + self.backward
 
 
 class ShardSeconds(NamedTuple):
-    """Seconds of a rank's S, T, E and G, of a vocabulary over the ranks."""
+    """Seconds of S, T, E and G on a rank, for a vocabulary over the ranks."""
 
     statistics: float
     loss: float
@@ -62,18 +62,18 @@ SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, s
 
 
 def _pairs_of_first(tokens: Any, window: int) -> Any:
-    """Pairs of the first tokens of a document, a number or an array."""
-    far = (tokens - window) * (tokens > window) if window else 0  # of those, as many pairs are out of sight
+    """Returns pairs of a query and a key seen by the query, in the first ``tokens`` (number or array) of a document."""
+    far = (tokens - window) * (tokens > window) if window else 0  # tokens whose first keys lie before the window
     return (tokens * (tokens + 1) - far * (far + 1)) / 2
 
 
 def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any:
-    """Returns, for the tokens between each two of the bounds, the pairs of a token and an earlier token seen by it: an
+    """Returns the pairs of a query and a key seen by the query, for the queries between each two of the bounds: an
     array.
 
     The tokens lie in a row of documents.
 
-    window: tokens seen by a token, itself included; 0: all before it.
+    window: number of keys seen by a query, its own included; 0: all earlier keys.
     """
     ends = np.cumsum([0, *documents], dtype=np.float64)
     at = np.asarray(bounds, dtype=np.float64)
@@ -83,12 +83,12 @@ def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any
 
 
 def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """Returns pairs of queries ``[begin, end)`` and the keys that they see."""
+    """Returns the pairs of a query in ``[begin, end)`` and a key seen by the query."""
     return float(pairs_between(documents, (begin, end), window)[0])
 
 
 def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
-    """Returns the tokens of a row of documents between each two of the bounds: one span, of arrays."""
+    """Returns a span of arrays: the tokens of a row of documents between each two of the bounds."""
     at = np.asarray(bounds, dtype=np.float64)
     within = tuple([pairs_between(documents, at, window) for window in windows])
     return Span(np.diff(at), pairs_between(documents, at), at[1:], within)
@@ -101,15 +101,15 @@ def spans_of(
     parents: Sequence[int] | None = None,
     parts: Sequence[Sequence[int]] | None = None,
 ) -> list[Span]:
-    """Returns the segments of a row of documents, or of a tree.
+    """Returns a span for each segment of a row of documents, or of a tree.
 
     In a tree each segment sees its path; leaves in one segment see the path and their own tokens.
 
     Args:
         documents: None: the row is one document, or a tree.
-        windows: of the model's layers.
-        parents: of a tree, the segment that each follows, -1: none.
-        parts: of a tree, for each segment its tokens, or those of each leaf; None: no leaves share one.
+        windows: windows of the model's layers.
+        parents: the parent of each segment of a tree, -1: none.
+        parts: for each segment of a tree the tokens of each leaf; None: no leaves share a segment.
     """
     if parents is None:
         bounds = list(itertools.accumulate(sizes, initial=0))
@@ -131,24 +131,24 @@ def spans_of(
 
 
 def seconds_of(source: Any, span: Span) -> Any:
-    """Returns tables of the units over a span of arrays, of any rows, as a ``PassSeconds``: arrays [stage, unit].
+    """Returns seconds of all units of a span of arrays as a ``PassSeconds`` of arrays [stage, unit].
 
-    source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
+    source: parts of a model on a machine or in a profile, or measured stages. ``kinds`` has a number for each stage,
         equal for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)``
-        those of a vocabulary over the ranks.
+        the seconds of a vocabulary over the ranks.
     """
     by_kind = [[seconds + 0.0 * span.tokens for seconds in found] for found in source.seconds(span)]
     return PassSeconds._make(np.array(tables)[list(source.kinds)] for tables in zip(*by_kind, strict=True))
 
 
 def shards_of(source: Any, span: Span) -> dict[str, Any]:
-    """Returns the passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them: arrays [stage, unit]."""
+    """Returns seconds of a vocabulary over the ranks by names of :class:`seq1f1b.Costs`: arrays [stage, unit]."""
     rows = source.shard(span)._asdict().items()
     return {name: np.array([seconds + 0.0 * span.tokens] * len(source.kinds)) for name, seconds in rows}
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:
-    """Returns one span for all, of arrays."""
+    """Joins spans into one span of arrays."""
     tokens, pairs, end, within = zip(*spans, strict=True)
     columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
     return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
@@ -158,7 +158,7 @@ def arrays_of(spans: Sequence[Span]) -> Span:
 
 
 class Fit(NamedTuple):
-    """Seconds of a pass over ``tokens`` that attend to ``pairs`` tokens in all: a floor and two rates.
+    """A floor and two rates: a pass takes floor + per_token * tokens + per_pair * pairs seconds.
 
     ``residual`` is the spread of the fit: the root of the mean square of measured / fitted - 1.
     """
@@ -169,20 +169,20 @@ class Fit(NamedTuple):
     residual: float
 
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> float:
-        """Returns the seconds of tokens and pairs; ``pairs``: of a token and a token that it sees, itself included."""
+        """Returns the seconds of a pass; ``pairs``: number of pairs of a query and a key seen by the query."""
         return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
 
 
 def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool = True) -> Fit:
-    """Fits floor and rates, none negative, to (tokens, pairs, seconds), by least squares of measured / fitted - 1.
+    """Fits floor and rates, none negative, to (tokens, pairs, seconds), by least squares of relative errors.
 
-    Measured zeros are left out; without other rows everything is 0. Each set of terms that may be zero is tried, and
-    the best one is the least-squares solution under the bounds.
+    Measured zeros are left out; without other rows everything is 0. The fit tries every subset of the three terms,
+    others at zero: the best solution without a negative term is the least-squares solution under the bounds.
     """
     rows = [row for row in rows if row[2] > 0]
     if not rows:
         return Fit(0.0, 0.0, 0.0, 0.0)
-    # Dividing each row by its seconds makes every residual a relative one.
+    # Dividing each row by its seconds makes every residual a relative error.
     table = np.array([[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows])
     scale = np.maximum(np.linalg.norm(table, axis=0), 1e-300)
     best = (math.inf, [0.0, 0.0, 0.0])

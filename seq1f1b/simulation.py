@@ -28,13 +28,13 @@ class Links:
     """Times and bytes of messages between stages.
 
     Attributes:
-        latency: seconds from the end of a message's transfer to its arrival; a number, or ``[stage]``, one for the
-            edges between ``stage`` and ``stage + 1``, either way.
+        latency: seconds from the end of a message's transfer to the arrival; a number, or ``[stage]`` for both
+            directions between ``stage`` and ``stage + 1``.
         bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above; None:
             infinite.
-        send: seconds that a sender itself spends on a message.
-        message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
-        statistics_bytes: bytes of a message from shard to shard of the vocabulary, a number or one per segment.
+        send: seconds of the sending rank's own time per message.
+        message_bytes: bytes of a message, a number or a number per segment; gradients are as large as activations.
+        statistics_bytes: bytes of a message from shard to shard of the vocabulary, a number or a number per segment.
     """
 
     latency: float | Sequence[float] = 0.0
@@ -46,7 +46,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the units of an order, of its messages and of a rank's further work in a step.
+    """Seconds of the units of an order, of messages, of moves to a tier, and of the optimizer.
 
     Attributes:
         forward, backward: seconds of F, and of the full B.
@@ -54,11 +54,11 @@ class Costs:
         input: I if the order splits ``backward``; None: ``backward`` less ``weight``.
         recompute: R if the order recomputes; None: ``forward``.
         statistics, loss, embed, embed_gradient: S, T, E and G of a vocabulary spread over the ranks.
-        move_out, move_in: seconds that moving takes of the rank's own time: of O, and of L.
+        move_out, move_in: seconds of the rank's own time in O, and in L.
         links: costs of messages.
-        tier: seconds that a rank's tier takes to move a unit's saved tensors, out or back. A tier moves one unit at a
-            time, beside the running units. A, and the backward of a moved unit, wait for the tier.
-        optimizer: seconds that every rank, or each, needs after a step before it begins the next.
+        tier: seconds for moving a unit's saved tensors, out or back. A rank's tier moves one unit at a time, beside the
+            running units. A, and the backward of a moved unit, wait for the tier.
+        optimizer: seconds of a rank's work between two steps; a number, or a number per rank.
     """
 
     forward: Seconds = 1.0
@@ -82,8 +82,8 @@ class Noise:
     """Random variation of times.
 
     Attributes:
-        jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
-        transfer_jitter: varies every message's time on its link and its latency likewise.
+        jitter: every unit's seconds are multiplied by a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
+        transfer_jitter: varies time on the link and latency of every message likewise.
         seed: equal seeds draw equal times.
     """
 
@@ -94,29 +94,28 @@ class Noise:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a step holds. Per stage: a number or one for each; per unit: a number or ``[stage][segment]``.
+    """Bytes held in a step. "Per stage": a number or ``[stage]``; "per unit": a number or ``[stage][segment]``.
 
     Attributes:
-        activations: bytes that F of a unit saves beyond its input, which lies in its receive place; held to the end of
-            B. If the unit is recomputed, R saves them; if it is moved, they are not held from A to L.
-        kept_activations: the part of ``activations`` that W reads, if the backward is split; I frees the rest. None:
-            all.
-        output_gradients: gradients inside the stage that I leaves to W, per unit.
+        activations: bytes saved by F of a unit beyond the input in the receive place; held to the end of B. If the unit
+            is recomputed, R saves these bytes; if the unit is moved, the rank does not hold them from A to L.
+        kept_activations: the part of ``activations`` read by W, if the backward is split; I frees the rest. None: all.
+        output_gradients: gradients inside the stage, left to W by I, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
-        kv_rows: keys and values that a unit writes, per unit; held from its F to the end of its B or I. Replaces ``kv``
-            if the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
-        kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
-        kv_gradient_rows: gradients of the keys and values that a unit writes, per unit; held from B of the last segment
+        kv_rows: keys and values written by a unit, per unit; held from F to the end of B or I. Replaces ``kv`` if the
+            cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
+        kv_gradients: gradients of keys and values, per stage; held from B of the last segment to the end of B of
+            segment 0.
+        kv_gradient_rows: gradients of the keys and values written by a unit, per unit; held from B of the last segment
             to the end of the unit's own. Replaces ``kv_gradients`` if ``kv_rows`` replaces ``kv``.
-        inputs: bytes that a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
-        staying: bytes of every unit held from its F to the end of its B or I, even if activations are recomputed or
-            moved: an input from a stage of the same rank, the gradient of a loss within F. Counts with ``inputs`` in
-            peaks.
-        forward_work, backward_work: temporary bytes of F or R, and of B or I, per unit; held while they run.
-        weights: with their gradients, per stage. Held throughout.
-        optimizer: its state, per stage. Held throughout.
-        logits: of one unit of the last stage, with its loss's needs; held throughout.
-        shard_logits: of a shard of the vocabulary, a number or one per segment; held from S to the end of T.
+        inputs: bytes kept for R by a recomputed unit beyond the receive place; held from F to the end of B or I.
+        staying: bytes of every unit, held from F to the end of B or I, even if activations are recomputed or moved: an
+            input from a stage of the same rank, the gradient of a loss within F. Counts with ``inputs`` in peaks.
+        forward_work, backward_work: temporary bytes of a running F or R, and of a running B or I, per unit.
+        weights: weights and their gradients, per stage; held throughout.
+        optimizer: state of the optimizer, per stage; held throughout.
+        logits: logits of one unit of the last stage, and temporary bytes of the loss; held throughout.
+        shard_logits: logits of a shard of the vocabulary, a number or ``[segment]``; held from S to the end of T.
     """
 
     activations: int | Sequence[Sequence[int]] = 0
@@ -138,7 +137,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most bytes that each rank holds, one value per rank; every kind of :class:`StepMemory` at its own peak.
+    """Most bytes of each rank, one value per rank; every kind of :class:`StepMemory` at its own peak.
 
     Attributes:
         receive: places of the receivers, each as large as its largest message.
@@ -162,7 +161,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times and peaks of one simulated step. Tuples hold one value per rank; times in seconds.
+    """Times and peaks of one simulated step. Tuples hold a value per rank; times are in seconds.
 
     Attributes:
         makespan: first start to last end over all ranks.
@@ -170,14 +169,14 @@ class Simulation:
         busy: sum of the rank's units.
         wait: time waiting for messages, for free places of receivers and for the tier.
         bubble: makespan less busy.
-        peak: most units live at once, from forward (R, if recomputed) to the end of backward, unless away.
+        peak: most live units at once; a unit lives from F (R, if recomputed) to the end of its backward, unless away.
         memory: peaks of every kind of memory, if given.
         given: the given memory.
-        period: seconds per step in a row of several: from the last end of the first step to that of the last.
-        slack: if asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
-            stays.
-        critical_path: if asked for, units each of which waited for the one before it, from a first start to the last
-            end: their times and transfers make the makespan.
+        period: seconds per step in a row of steps, from the first step's last end to the last step's last end.
+        slack: seconds by which each unit alone may take longer at an equal makespan, per rank in run order; None
+            without ``critical``.
+        critical_path: a chain of units, each waiting for the previous unit, from a first start to the last end; times
+            and transfers of the chain add up to the makespan. None without ``critical``.
         start, end: seconds of every unit in run order.
     """
 
@@ -223,7 +222,7 @@ def simulated(
     critical: bool,
     progress: Callable[[int], object] | None,
 ) -> Simulation:
-    """Runs an order in the core; arguments and errors are those of :meth:`seq1f1b.Schedule.simulate`."""
+    """Runs an order in the core, with arguments and errors of :meth:`seq1f1b.Schedule.simulate`."""
     if not 1 <= steps <= MOST:
         whole("steps", steps, 1, MOST)
     if steps > 1 and optimizer_sync is None:
@@ -255,11 +254,11 @@ def simulated(
         critical,
         progress or _ignore,
     )
-    if schedule._peak is None:  # the same whatever units cost and hold
+    if schedule._peak is None:  # does not depend on costs and bytes
         schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
     rows = [array("d") for _ in 3 * counts]
     for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
-        row.frombytes(times[begin:end].cast("B"))  # an array made of numbers would look at each
+        row.frombytes(times[begin:end].cast("B"))  # copies bytes: quicker than number by number
     start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
     return Simulation(
         makespan=makespan,
@@ -282,7 +281,7 @@ def simulated(
 def kinds_that_fit(
     schedule: Schedule, memory: StepMemory, room: Any, by: Sequence[str], costs: Costs, tier_room: Any
 ) -> bytes:
-    """Returns a byte for each cell: 0 its unit is kept, 1 recomputed, 2 moved. Arguments and errors are those of
+    """Returns a byte for each cell: 0 for a kept unit, 1 recomputed, 2 moved. Takes arguments and raises errors of
     :meth:`seq1f1b.Schedule.fit`."""
     if not by or not set(by) <= {"recompute", "offload"}:
         raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
@@ -307,7 +306,7 @@ def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[f
 
 
 def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[int]]:
-    """Returns for each rank, at their peaks, units, bytes of each holding, of receive places, and of all."""
+    """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
     found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links)).cast("B")
     rows: Any = found.cast("q", (schedule.num_ranks, len(HOLDINGS) + 3))
     return rows.tolist()  # type: ignore[no-any-return]
@@ -343,7 +342,7 @@ def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[i
 
 
 def costs_of_options(options: Mapping[str, Any]) -> Costs:
-    """Returns the seconds of units and messages for which an order is built."""
+    """Returns the costs in the options of :func:`seq1f1b.build_schedule`; 1 for F, I and W without options."""
     forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
     return Costs(
         forward,
@@ -365,4 +364,4 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _ignore(num_run: int) -> None:
-    """Ignores the progress; the call lets Ctrl-C through."""
+    """Ignores the progress; every call gives Ctrl-C a chance."""

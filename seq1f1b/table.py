@@ -8,7 +8,7 @@ __all__ = ["rounded", "table_text"]
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Aligns rows under the first one, which holds the heads. A column empty below its head is left out."""
+    """Returns aligned rows; the first row holds the heads. Leaves out columns without an entry below the head."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = zip(*columns, strict=True)
@@ -17,5 +17,5 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Writes three digits, as many as the rates of a machine deserve: 12.3, 0.0123, 12300."""
+    """Returns a number as text with so many significant digits: 12.3, 0.0123, 12300."""
     return f"{float(f'{value:.{digits}g}'):.10g}"

@@ -20,9 +20,9 @@ T = TypeVar("T")
 def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     """Calls ``fn(group)`` once per rank, each in a thread of its own, with the rank's loopback group.
 
-    The threads take over the caller's grad mode and autocast state, and share torch's generators: if modules must be
-    equal in each run, make them before. Returns the results by rank. If threads fail, one error is raised once every
-    thread has ended: the earliest other than a PipelineError, by which ranks hear of another rank's error.
+    The threads take over the caller's grad mode and autocast state, and share torch's generators: make modules with
+    random weights before the call. Returns the results by rank. If threads fail, raises an error once every thread has
+    ended: the earliest error that is no PipelineError, because other ranks raise a PipelineError as a consequence.
     """
     groups = LoopbackGroup(num_ranks)
     results: list[Any] = [None] * num_ranks

@@ -12,16 +12,16 @@ from seq1f1b.unit import Timeline, Unit
 __all__ = ["column_seconds", "timeline_text"]
 
 PASSES = dict(zip(_C.PASSES, _C.PASS_TEXTS, strict=True))
-_IN_WAITS = ":"  # fills parts of W that ran in waits
+_IN_WAITS = ":"  # fill character for the parts of W that ran in waits
 _FILL = {letter: dict(zip("FBIWRSTEGOAL", "-=~+^.%'\">|<", strict=True)).get(letter, "*") for letter in PASSES}
 
 
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:
-    """Returns one line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
+    """Returns one line per rank; a unit is a label of micro-batch and segment, filled up with the pass's character.
 
-    The labels are the longest for which ``width`` has room: ``0.1``, or the shorter ``0b``, or ``0``, or none. Blanks
-    are bubbles; stages of one rank look alike. If units are narrower than a column, passes and blanks appear in
-    proportion to their time. The last lines are a legend.
+    The labels are as long as ``width`` allows: ``0.1``, ``0b`` (b: segment 1), ``0``, or no label. Blanks are bubbles;
+    stages of one rank look alike. If units are narrower than a column, passes and blanks appear in proportion to their
+    time. The last lines are a legend.
 
     Args:
         width: columns of a line.
@@ -82,14 +82,14 @@ def _shortest(timeline: Timeline) -> dict[str, float]:
 
 
 def kinds_of(timeline: Timeline) -> tuple[list[str], list[str]]:
-    """Returns passes with units that take a rank's time, and passes without: moves to a tier run beside other units."""
+    """Returns the passes that take a rank's time, and the passes of no length, such as moves beside other units."""
     there = {unit.kind for track in timeline for unit, _, _ in track}
     seen = _shortest(timeline).keys() or there
     return [kind for kind in _FILL if kind in seen], [kind for kind in _FILL if kind in there - seen]
 
 
 def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
-    """Returns one pass or blank per column: the one furthest behind its share of the time so far."""
+    """Returns a pass or a blank per column, always the pass furthest behind its share of the time so far."""
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for (unit, start, stop), in_wait in zip(track, in_waits(track), strict=True):
         left, right = (start - begin) * scale, (stop - begin) * scale
@@ -108,9 +108,9 @@ def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: flo
 
 
 def _label(units: list[Unit], widths: Sequence[int]) -> Callable[[Unit], str]:
-    """Returns the longest label that fits. ``widths``: columns of the shortest unit of each pass, ascending.
+    """Returns the function for the longest label that fits. ``widths``: columns of each pass's shortest unit, sorted.
 
-    The characters behind the label show the pass, so at most one pass may be all label.
+    The characters behind the label show the pass, so in at most one pass a label may fill a unit.
     """
     for form, room in _labels(units):
         longest = max(len(form(unit)) for unit in units)
@@ -120,7 +120,7 @@ def _label(units: list[Unit], widths: Sequence[int]) -> Callable[[Unit], str]:
 
 
 def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
-    """Ways to name a unit where its pass is told otherwise, longest first, and the columns to leave behind the name."""
+    """Yields functions that label a unit, longest label first, and for each the columns to leave behind the label."""
     num_segments = max(unit.segment for unit in units) + 1
     if num_segments > 1:
         yield lambda unit: f"{unit.microbatch}.{unit.segment}", 1
@@ -130,7 +130,7 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
-    """Returns the first start and the last end."""
+    """Returns the first start and the last end of a timeline."""
     if not any(timeline):
         raise ValueError("the timeline holds no unit")
     begin = min(start for track in timeline for _, start, _ in track)
@@ -139,13 +139,13 @@ def extent(timeline: Timeline) -> tuple[float, float]:
 
 
 def in_waits(track: Sequence[tuple[Unit, float, float]]) -> list[bool]:
-    """Returns per entry whether it is a part of a unit that ran in a wait: the unit's own place comes later."""
+    """Returns whether each entry is a part of W run in a wait: an entry of an equal unit comes later."""
     last = {unit: i for i, (unit, _, _) in enumerate(track)}
     return [last[unit] > i for i, (unit, _, _) in enumerate(track)]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Returns the seconds per unit, and the unit in which a time of this size reads well."""
+    """Returns the size in seconds and the name of the unit in which ``seconds`` read well: s, ms or us."""
     return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
 
 

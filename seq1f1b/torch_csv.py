@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_PASSES = "FBIW"  # that torch has, too
-_MOST = 2**31 - 1  # of an index
+_PASSES = "FBIW"  # the passes of torch
+_MOST = 2**31 - 1  # largest index
 _CELL = re.compile(rf"0*([0-9]{{1,10}})([{_PASSES}])0*([0-9]{{1,10}})", re.ASCII)
 _TOKEN = re.compile(r'[^ \t\r\n,"#]+')
 _OVERLAPPED = re.compile(r"\(([^;]*);(.*)\)OVERLAP_F_B")
@@ -54,7 +54,7 @@ def from_csv(text: str, num_segments: int) -> list[list[Unit]]:
 
 
 def _units(line: str, number: int, num_segments: int) -> Iterator[Unit]:
-    """Yields the units of a line. Torch writes an F and a B that share their time as one cell, (0F1;0B0)OVERLAP_F_B."""
+    """Yields the units of a line. Torch writes an overlapping F and B as one cell, (0F1;0B0)OVERLAP_F_B."""
     for i, token in enumerate(_TOKEN.findall(line.partition("#")[0]), 1):
         pair = _OVERLAPPED.fullmatch(token)
         for part in pair.groups() if pair else (token,):

@@ -15,12 +15,12 @@ class Unit(NamedTuple):
     """One pass of one stage over one segment of one micro-batch; ``str(unit)`` is its text, ``F1.0``.
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, if an order splits the backward, ``"I"`` and ``"W"``
-    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept only the stage's input, and R runs the
-    stage again for the backward. If the vocabulary is spread over the ranks, each rank has ``"S"`` (logits of its
-    shard) and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients), and ``"E"`` (a shard's
-    rows of the input embedding) and ``"G"`` (their gradients); their stage is the rank. Tensors saved by F may move to
-    a tier, a file: they begin to go at ``"O"``, their memory is free from ``"A"`` on, and at ``"L"`` they begin to come
-    back.
+    (gradients of the input and of the weights). ``"R"`` recomputes: F kept only the stage's input, and R runs the stage
+    again for the backward. If the vocabulary is spread over the ranks, each rank has ``"S"`` (logits of the rank's
+    shard) and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients), and ``"E"`` (the
+    shard's rows of the input embedding) and ``"G"`` (gradients of these rows); the stage is the rank. Tensors saved by
+    F may move to a tier, such as a file: the move out begins at ``"O"``, the memory is free from ``"A"`` on, and the
+    move back begins at ``"L"``.
     """
 
     kind: str
@@ -33,16 +33,16 @@ class Unit(NamedTuple):
 
 
 def unit_of(unit: tuple[int, int, int, int]) -> Unit:
-    """Returns the unit of the C core's numbers (pass, stage, micro-batch, segment)."""
+    """Returns the unit for the C core's four numbers: pass, stage, micro-batch, segment."""
     number, stage, microbatch, segment = unit
     return Unit(_C.PASSES[number], stage, microbatch, segment)
 
 
 def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
-    """Returns for each unit the units whose results it takes, by the core's rules.
+    """Returns the inputs of each unit, the units whose results the unit takes, by the core's rules.
 
     Args:
-        parents: for each micro-batch the segment that each of its segments follows; None: the one before it.
+        parents: parent of each segment, [micro-batch][segment]; None: the segment before.
     """
     units = set(units)
     num_stages = 1 + max(unit.stage for unit in units)
@@ -75,7 +75,7 @@ class ProgramEdge(NamedTuple):
 
 
 def edges_of(program: Any) -> list[ProgramEdge]:
-    """Returns the edges of a program, in the core's order."""
+    """Returns the edges of a lowered program, in the core's order."""
     return [ProgramEdge(*edge) for edge in _C.program_edges(program)]
 
 

@@ -19,21 +19,21 @@ __all__: list[str] = []
 Terms: TypeAlias = "dict[tuple[str, int], Fit]"
 """By pass and stage."""
 
-_ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # of which only the ratios count: what is not measured follows them
+_ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # only ratios count: passes without measurement follow them
 
 
 def unit_seconds(report: Report) -> dict[Unit, float]:
-    """Returns the seconds of each unit of a rank, with the engine's own time around it."""
+    """Returns the seconds of each unit of a rank, with an equal share of the engine's own time."""
     units = report._unit_seconds
     own = report._own_seconds / max(1, len(units))
     return {unit: seconds + own for unit, seconds in units.items()}
 
 
 def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
-    """Returns three numbers for each pass of each stage, from measured units: pass, stage, span and seconds.
+    """Returns a ``Fit`` for each pass of each stage, from measured units: pass, stage, span and seconds.
 
-    A unit of n tokens whose queries see p keys in all takes a + b n + c p: a constant for launches and other fixed
-    work, products with weights, attention. None of the three is below 0.
+    A unit of n tokens and p pairs of query and key takes a + b n + c p seconds: a for launches and other fixed work, b
+    for products with weights, c for attention. No term is negative.
     """
     samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
     for kind, stage, span, seconds in measured:
@@ -42,17 +42,17 @@ def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
 
 
 class MeasuredUnits:
-    """A source of seconds: whole measured stages. A pass without measurement takes the measured seconds times the ratio
-    of the two passes in ``like``.
+    """A source of seconds from measured stages. A pass without measurement takes a measured pass's seconds, times the
+    ratio of the two passes in ``like``.
 
     Args:
-        terms: of every stage.
-        like: another source for the same stages; None: B takes twice as long as F, of which I and W are a half each.
+        terms: fits of every stage.
+        like: another source for these stages; None: B takes twice as long as F, and I and W half of B each.
 
     Attributes:
         splits: whether I and W were measured.
-        balance: tokens after which a token's attention takes as long as its other work.
-        fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
+        balance: position in the sequence at which attention takes as long as a token's other work.
+        fixed: seconds of F and B of a unit at any length (the floors), the mean of all stages.
     """
 
     def __init__(self, terms: Terms, like: Any = None) -> None:
@@ -80,7 +80,7 @@ class MeasuredUnits:
         return [_measured(fits, span, known[kind]) for fits, kind in kinds]
 
     def shard(self, span: Span) -> ShardSeconds:
-        """Returns the passes of a vocabulary over the ranks: of the mean rank; 0 without measurements."""
+        """Returns the seconds of a vocabulary over the ranks, the mean of all ranks; 0 without measurements."""
         each = ([fit.seconds(span.tokens, span.pairs) for fit in fits] for fits in self._shards)
         return ShardSeconds(*(sum(seconds) / max(1, len(seconds)) for seconds in each))
 

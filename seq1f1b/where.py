@@ -1,4 +1,4 @@
-"""One table of the features' devices, for the engine's refusals, the planner and the docs. Needs no torch."""
+"""A table of features and the devices that run them, for the engine, the planner and the docs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
 
 
 class State(enum.Enum):
-    """How far a feature has come on a kind of machine."""
+    """The state of a feature on a kind of machine."""
 
-    VERIFIED = "verified"  # it has run there, and its results were compared
-    REHEARSED = "rehearsed"  # tests run it over stand-ins for the CUDA driver and NCCL; such a machine never has
+    VERIFIED = "verified"  # has run on such a machine, with right results
+    REHEARSED = "rehearsed"  # has run in tests alone, over stand-ins for the CUDA driver and NCCL
     REFUSED = "refused"  # the engine raises an error that names another way
 
 
 class Row(NamedTuple):
-    """A feature.
+    """A feature and its states.
 
     Attributes:
         refusal: the reason for a refusal, and the remedy; empty if the feature runs everywhere.
@@ -52,7 +52,7 @@ class Row(NamedTuple):
         """Returns the state on machines of a kind.
 
         Args:
-            device_type: of the stages, "cpu" or "cuda".
+            device_type: the stages' device, "cpu" or "cuda".
             is_several: whether ranks have GPUs of their own.
         """
         return self.cpu if device_type == "cpu" else self.several_gpus if is_several else self.one_gpu
@@ -98,8 +98,8 @@ def check(feature: str, option: str, device: object) -> None:
     """Raises ValueError, with the remedy, if a feature is refused on the device.
 
     Args:
-        option: the option that asks for the feature, as the user wrote it: ``"Memory.offload"``.
-        device: of the stages, a torch.device or its text.
+        option: the user's option for the feature, for the error: ``"Memory.offload"``.
+        device: the stages' device, a torch.device or its text.
     """
     found = ROWS[feature]
     if found.state(str(device).partition(":")[0]) is State.REFUSED:
@@ -107,6 +107,6 @@ def check(feature: str, option: str, device: object) -> None:
 
 
 def tier_of(device_type: str) -> str | None:
-    """Returns the short name of the tier for units on such a device; None without a tier."""
+    """Returns the key in ``ROWS`` of the tier for units on a type of device; None without a tier."""
     runs = [name for name in ("folder", "host") if ROWS[name].state(device_type) is not State.REFUSED]
     return runs[0] if runs else None

@@ -1,6 +1,6 @@
 """A module's requests to the running step: state carried along the sequence, and auxiliary losses.
 
-Outside a step the calls leave the module ordinary torch: ``carry_in`` gives the default, the others do nothing.
+Outside a step, ``carry_in`` returns the default, and ``carry_out`` and ``add_loss`` do nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
+# torch.compiler.disable imports the compiler at once, in two seconds; _disable_dynamo waits for the first call.
 from torch._compile import _disable_dynamo
 
 from seq1f1b.attention.unit import current
@@ -22,18 +22,18 @@ def _key(layer: Tensor | int) -> int:
 
 @_disable_dynamo
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
-    """Returns the state that the previous segment left by :func:`carry_out`.
+    """Returns the state left by the previous segment's :func:`carry_out`.
 
-    With packed documents, a layer must forget its state at the first token of every document, anywhere in the segment:
+    With packed documents, a layer must forget the state at the first token of every document, anywhere in the segment:
     ``positions(x, doc_ids=doc_ids)`` is 0 there.
 
     Args:
-        layer: handle or int that names the state; attention has names of its own.
+        layer: name of the state, a handle or int; attention may use the same handle.
         default: the state before the first token, returned in the first segment and outside a step.
     Returns:
-        The tensor that ``carry_out`` got in the previous segment. Its gradient flows back to that segment.
+        The tensor given to ``carry_out`` in the previous segment. The gradient flows back to the previous segment.
     Raises:
-        RuntimeError: the previous segment left nothing under this name.
+        RuntimeError: the previous segment left no state under the name.
     """
     unit = current()
     if unit is not None and unit.watch is not None:
@@ -50,7 +50,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if unit.carried_in is None:
         unit.carried_in = {}
     known = unit.carried_in.get(key)
-    if known is not None:  # recomputation reads what F has read; or a second reader
+    if known is not None:  # R reads F's state again, or the module reads the state twice
         return known
     left = None if unit.previous is None else unit.previous.carried_out
     state = None if left is None else left.get(key)
@@ -71,7 +71,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
 
 @_disable_dynamo
 def carry_out(layer: Tensor | int, state: Tensor) -> None:
-    """Leaves ``state`` for the next segment's :func:`carry_in`; the gradient comes back the same way.
+    """Leaves ``state`` for the next segment's :func:`carry_in`; the gradient comes back from there.
 
     Raises:
         RuntimeError: gradients are off in a training forward (reentrant checkpointing); use ``use_reentrant=False``.
@@ -87,7 +87,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
             "carry_out with gradients off in a training step: its gradient would be lost. "
             "Under torch.utils.checkpoint pass use_reentrant=False"
         )
-    if unit.is_whole:  # nothing follows; and where that is a tree, its paths run one after another
+    if unit.is_whole:  # no segment follows; a whole tree runs path by path, each path without a next segment
         return
     key = _key(layer)
     if unit.carried_out is None:
@@ -101,17 +101,17 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
 def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
     """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
-    The loss becomes a further root of the segment's backward. A mean over the segment's tokens is weighted by the
-    segment's share of the sequence, so over a micro-batch it is the mean over all tokens; and, as the main loss, by
-    1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows).
-    With ``Loss(reduction="sum")`` no weights apply. The losses returned by ``step`` do not contain auxiliary losses.
+    The loss becomes a further root of the segment's backward. Weights make means over a segment's tokens a mean over
+    the batch: the segment's share of the sequence, and, as for the main loss, 1 / M, or the micro-batch's share of the
+    targets (``weight="targets"``, ``loss_weight=``, rows). With ``Loss(reduction="sum")`` no weights apply. The losses
+    returned by ``step`` do not contain auxiliary losses.
 
     Args:
         tensor: a tensor of one element.
         of: ``"segment"``: a loss of the segment's own tokens, as above. ``"sequence"``: a loss of all tokens up to the
-            segment's last one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every
-            segment: the last segment's is the micro-batch's loss, without the segment's share; earlier ones do not
-            count.
+            segment's end, made of sums handed on by :func:`carry_in` and :func:`carry_out`. Call ``add_loss`` in every
+            segment: the loss of the last segment is the micro-batch's, not weighted by the segment's share; losses of
+            earlier segments do not count.
     Raises:
         TypeError, ValueError: no tensor, more than one element, or an unknown ``of``.
     """

@@ -1,9 +1,9 @@
-"""Causal attention of the current segment over everything before it, and the positions of its tokens.
+"""Causal attention of the current segment over all earlier tokens, and the positions of the segment's tokens.
 
 A module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
 sequence. Inside a step, the engine has set the current unit: keys and values go to the unit's rows of the KV cache, and
-the segment attends to the rows of all segments so far. Each call finds out by itself where it runs, without an
-argument, so any model can be compared with itself run whole.
+the segment attends to the rows of all segments so far. The current unit decides, not an argument, so a pipeline can be
+compared with the same model run whole.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ register_fakes()
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 
-# Whether the code that torch.compile traces now is meant for a pipeline step. Traced code cannot ask C for the current
-# unit; it reads this instead and is guarded on it, so that one module has a graph for either.
+# Whether a pipeline step is running. Code traced by torch.compile cannot ask C for the current unit: it reads this
+# variable, and dynamo guards on the value, so that a module has a graph for inside steps and another for outside.
 stepping = False
 
 
 _steps_lock = threading.Lock()
-_steps_inside = 0  # engines of this process inside a step: more than one only where ranks are threads
+_steps_inside = 0  # number of engines of the process inside a step; above 1 if ranks are threads
 
 
 @contextmanager
 def inside_step() -> Iterator[None]:
-    """Surrounds the units of a step: code traced meanwhile is compiled for use inside steps. For engines."""
+    """Surrounds the units of a step, for engines: torch.compile traces modules for use inside steps."""
     global _steps_inside, stepping
     with _steps_lock:
         _steps_inside += 1
@@ -77,22 +77,22 @@ def causal_attention(
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
     In a tree of segments "earlier" means along the segment's path; siblings in one unit see the path and their own
-    tokens, and take no window and no ALiBi. Outside a pipeline step this is plain causal attention. On CUDA, cuDNN,
-    torch's flash attention, this package's kernels or matrix products compute it, as tensors and options allow.
+    tokens, and take no window and no ALiBi. Outside a pipeline step the result is plain causal attention. On CUDA,
+    tensors and options decide between cuDNN, torch's flash attention, kernels of the package, and matrix products.
 
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
             ``layer`` are on one device, the CPU or a CUDA device.
         k, v: (batch, kv_heads, tokens, head_dim), q's dtype; kv_heads divides heads. Heads of v may have another size
             than heads of q and k, also up to 256; the cache holds them unpadded.
-        layer: a handle of ``layer_handle``, one per attention call of the stage; or its int, in eager code.
+        layer: a handle of ``layer_handle``, one per attention call of the stage; in eager code also the index.
         scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
-        window: number of keys that a query sees, its own included; default all.
+        window: number of keys seen by a query, the query's own included; default all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
             On CUDA give int32, and let a document's tokens follow one another; otherwise attention may be much slower.
-        sinks: (heads), floating, with gradient: for each head a logit that adds to the softmax's sum and has no value.
+        sinks: (heads), floating, with gradient: a logit for each head, part of the softmax's sum, without a value.
             Soft cap and scale do not apply to sinks.
     Returns:
         (batch, heads, tokens, head_dim of v) of q's dtype, in memory (batch, tokens, heads, head_dim of v).
@@ -110,7 +110,7 @@ def causal_attention(
     _check(q, k, v, alibi_slopes, doc_ids, sinks)
     if not isinstance(layer, Tensor):
         _check_layer(layer)
-    # A tensor each for "none": dynamo refuses one tensor in two places of an autograd.Function.
+    # A new empty tensor for each missing input: dynamo refuses a tensor in two places of an autograd.Function.
     slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
     docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -133,7 +133,7 @@ def causal_attention(
 
 
 def _in_segments() -> bool:
-    """Returns whether the running unit is a segment of a step. Notes for a check of its stage that it attends."""
+    """Returns whether the running unit is a segment of a step. Notes the call for a check of the unit's stage."""
     unit = _C.unit_state()
     if unit is None:
         return _C.in_step()
@@ -143,10 +143,11 @@ def _in_segments() -> bool:
 
 
 def layer_handle(index: int) -> Tensor:
-    """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
+    """Returns a handle, the name of one attention call's entry of the KV cache.
 
-    A handle is a tensor, not an int, so that ``torch.compile`` compiles a block once for all layers. It is no buffer,
-    because it has to stay on the CPU. Every attention call of a stage takes an index of its own.
+    Make handles in a module's ``__init__``, as plain attributes and not buffers, because handles stay on the CPU. A
+    handle is a tensor, not an int, so that ``torch.compile`` compiles a block once for all layers. Every attention call
+    of a stage needs a different index.
 
     Raises:
         ValueError: index is negative.
@@ -168,8 +169,8 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     In a tree of segments the position counts along the segment's path: its ancestors' tokens, then its own.
 
     Args:
-        sequence_parallel: (rank, size) if several ranks each hold a part of the segment; the result is then the
-            position of the rank's first token.
+        sequence_parallel: (rank, size) if several ranks each hold a part of the segment, for the position of the
+            rank's first token.
     """
     if sequence_parallel is None:
         return _C.token_offset()
@@ -185,16 +186,15 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
 def positions(
     x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, sequence_parallel: tuple[int, int] | None = None
 ) -> Tensor:
-    """Returns positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
+    """Returns positions in the sequence of ``x``'s tokens, along ``dim``: (tokens), int64, on x's device.
 
-    An op reads the offset when it runs, so compiled code need not be traced again for another segment. In a tree of
-    segments positions count along the segment's path. Siblings in one unit each begin at the end of their parent's
-    path.
+    An op reads the offset at run time, so compiled code is traced once for all segments. In a tree of segments
+    positions count along the segment's path. Siblings in one unit each begin at the end of the parent's path.
 
     Args:
-        doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
-            Positions then count within documents, also if these began in an earlier segment, and the result is (batch,
-            tokens).
+        doc_ids: (batch, tokens), ids of packed documents in the form of :func:`seq1f1b.document_starts` for whole rows.
+            Positions then count within documents, also if a document began in an earlier segment, and the result is
+            (batch, tokens).
         sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
     Raises:
         ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
@@ -226,10 +226,10 @@ class _CausalAttention(torch.autograd.Function):
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Attention of one segment, which saves no key and no value: they stay in the KV cache, whose rows B reads.
+    """Attention of one segment over the KV cache. Saves no keys and values, because B reads them in the cache.
 
-    A segment's backward adds dK and dV of all earlier segments to their rows of the cache, and returns those of its own
-    rows. These are complete, for the backwards of all later segments of the micro-batch have run before.
+    A segment's backward adds dK and dV of earlier segments to their rows of the cache, and returns dK and dV of the
+    segment's own rows. Both are complete: backwards of later segments of the micro-batch have run before.
     """
 
     @staticmethod
@@ -238,8 +238,8 @@ class _SegmentAttention(torch.autograd.Function):
         *options: Any,
     ) -> Tensor:  # fmt: skip
         out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, sinks, *options)
-        # A copy of q where it is a part of a larger storage, as one projection makes q, k and v: to save the part would
-        # keep the whole, and keys and values lie in the cache already. Compiled code has buffers of its own.
+        # Copies q if a projection has put q, k and v into one storage: saving q would keep k and v alive too, although
+        # the cache has them already. Compiled code has separate buffers.
         if not torch.compiler.is_compiling() and q.untyped_storage().nbytes() != q.nbytes:
             q = q.clone(memory_format=torch.contiguous_format)
         ctx.save_for_backward(q, out, lse, layer, slopes, docs, sinks)
@@ -255,7 +255,7 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Casts under autocast as torch's attention does: everything floating but float64."""
+    """Casts tensors under autocast as torch's attention does: all floating dtypes but float64."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
 
@@ -321,7 +321,7 @@ def _check_tensors(needed: dict[str, Any], **optional: Any) -> None:
 
 
 def _check_tangents(**inputs: Tensor) -> None:
-    """Raises for forward-mode differentiation: no op here has a rule for it, so tangents would be lost silently."""
+    """Raises for forward-mode differentiation: ops here have no forward-mode rule, and would silently drop tangents."""
     for name, t in inputs.items():
         if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
             raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")

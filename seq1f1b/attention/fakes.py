@@ -1,4 +1,4 @@
-"""Results of the attention ops without their values, for tracing: shapes, dtypes and layouts."""
+"""Results of the attention ops without values, for tracing: shapes, dtypes and layouts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _check_devices(*tensors: Tensor) -> None:
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Returns the shapes of the op's results.
+    """Returns empty results.
 
-    The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options.
+    ``others`` begin with a segment's layer handle, on the CPU, if any, and end with slopes, ids, sinks and options.
     """
     _check_devices(q, k, v, *others[-6:-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -54,7 +54,7 @@ def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: 
 
 
 def register_fakes() -> None:
-    """Tells torch the shapes, dtypes and layouts of what the ops return, once the ops are there."""
+    """Registers the functions above, which tell torch the results of the ops. The ops must be loaded before."""
     for name, fake in (
         ("causal_attention", _fake_attention),
         ("causal_attention_backward", _fake_causal_attention_backward),

@@ -1,7 +1,7 @@
-"""Packs documents into rows, and marks where each begins.
+"""Packs documents into rows, and marks the first token of each.
 
-The id of a document in a row is the position of its first token. So one integer per token says which tokens attend to
-one another, and the token's position in its document, also in segments behind the one in which the document begins.
+The id of a document in a row is the position of the document's first token. So one integer per token decides which
+tokens attend to one another, and gives a token's position in the document, in any segment of the document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Packing:
     Attributes:
         lengths: tokens of each document.
         row_len: tokens of a row.
-        rows: indices of the documents of each row, in their order.
+        rows: indices of the documents of each row, in order.
     """
 
     lengths: tuple[int, ...]
@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def doc_ids(self) -> Tensor:
-        """Position of the first token of each token's document, (rows, row_len); padding is a document."""
+        """Document of each token, (rows, row_len): position of the document's first token. Padding is a document."""
         ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
         for row, documents in zip(ids, self.rows, strict=True):
             lengths = [self.lengths[index] for index in documents]
@@ -46,7 +46,7 @@ class Packing:
         return ids
 
     def join(self, documents: Sequence[Tensor], *, fill: int) -> Tensor:
-        """Puts values of tokens, such as ids or labels, into rows.
+        """Returns rows of tokens, or of labels, from documents.
 
         Args:
             documents: one-dimensional tensors of the packed lengths: tokens, or labels.
@@ -76,7 +76,7 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
     Args:
         lengths: tokens of each document.
         row_len: tokens of a row.
-        multiple_of: rows of padding make the number of rows a multiple of this number (for instance of the batch size).
+        multiple_of: divisor of the number of rows, reached by rows of padding; for instance the batch size.
     Raises:
         ValueError: there is no document, or a document is empty or longer than a row; the message names it.
     Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
@@ -97,15 +97,15 @@ def best_fit(sizes: Sequence[int], capacity: int, taken: Sequence[int] = ()) -> 
     """Puts items into few bins: the largest first, each into the bin with the least sufficient room.
 
     Args:
-        sizes: of each item, 1 to ``capacity``.
-        capacity: of a bin.
-        taken: the taken part of each bin that exists from the start.
+        sizes: size of each item, 1 to ``capacity``.
+        capacity: size of a bin.
+        taken: the taken part of each existing bin.
     Returns:
         For each bin the indices of its items; bins of ``taken`` come first.
     """
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # bins by the room that they have left
-    rooms: list[int] = []  # its keys, ascending
+    with_room: dict[int, list[int]] = {}  # bins by free room
+    rooms: list[int] = []  # keys of with_room, ascending
 
     def leave(room: int, index: int) -> None:
         if room and room not in with_room:
@@ -138,7 +138,7 @@ def document_starts(doc_ids: Tensor) -> Tensor:
     Args:
         doc_ids: (batch, row), integers; tokens of one document follow one another.
     Returns:
-        (batch, row), int32: the position in the row of the document's first token. Ids of this form stay unchanged.
+        (batch, row), int32: the position in the row of the document's first token. Converted ids stay unchanged.
     Raises:
         ValueError: an id comes back after another id; the message names row and position.
     """
@@ -146,7 +146,7 @@ def document_starts(doc_ids: Tensor) -> Tensor:
     positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     starts = torch.where(begins, positions, 0).cummax(1).values
     order = doc_ids.sort(dim=1, stable=True)
-    again = begins.gather(1, order.indices)  # in ascending order of ids: one beginning each
+    again = begins.gather(1, order.indices)  # in ascending order of ids: True once per id if no id comes back
     again[:, 1:] &= order.values[:, 1:] == order.values[:, :-1]
     again[:, :1] = False
     if bool(again.any()):
@@ -160,7 +160,7 @@ def document_starts(doc_ids: Tensor) -> Tensor:
 
 
 def document_lengths(doc_ids: Tensor) -> list[int]:
-    """Counts the tokens of the documents, row after row, for ``partition_sequence(documents=)``.
+    """Returns the lengths of the documents, row after row, for ``partition_sequence(documents=)``.
 
     Args:
         doc_ids: (batch, row), integers.

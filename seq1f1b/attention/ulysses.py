@@ -1,7 +1,7 @@
-"""Sequence parallelism inside a stage: ranks share the tokens of each segment, and for attention its heads.
+"""Sequence parallelism inside a stage: ranks share the tokens of each segment, and the heads of attention.
 
-An all-to-all before attention turns a rank's tokens of all heads into all tokens of its heads; a second all-to-all
-turns them back. All other layers of a stage work on tokens alone.
+An all-to-all before attention exchanges a part of the tokens, of all heads, for all tokens of a part of the heads; a
+second all-to-all is the way back. All other layers of a stage work token by token.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def ulysses_attention(
 ) -> Tensor:
     """Computes causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
-    The result is that of :func:`seq1f1b.causal_attention`. Rank r holds part r of the segment, as
-    ``PipelineEngine(sequence_parallel=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then
-    holds 1/N of the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2
-    heads and 8 ranks, each rank holds one head.
+    The result equals :func:`seq1f1b.causal_attention`. Rank r holds part r of the segment, as cut by
+    ``PipelineEngine(sequence_parallel=(r, N))``; all parts are equally long. The KV cache of each rank then holds 1/N
+    of the heads, for all tokens. If N does not divide kv_heads, keys and values are repeated: with 2 heads and 8 ranks,
+    each rank holds one head.
 
     Args:
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
         k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads. Heads of v may have another size.
-        group: the ranks of the same stage. None: this rank holds all tokens, as in a model run whole.
+        group: the ranks of one stage. None: this rank holds all tokens, as in a model run whole.
         layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads.
             A rank's gradient of the sinks is 0 for heads of other ranks; the ranks' gradients add up, as gradients of
             all parameters do.
@@ -69,7 +69,7 @@ def ulysses_attention(
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     own, own_kv = heads // size, kv_heads * copies // size
 
-    # One message for the three: (rank, tokens, batch, elements of the rank's heads).
+    # One message for q, k and v: (rank, tokens, batch, elements of the rank's heads).
     blocks = torch.cat([_in_parts(t, 1, size).permute(1, 3, 0, 2, 4).flatten(3) for t in (q, k, v)], 3)
     whole = _all_to_all(blocks, group).flatten(0, 1)
     parts = torch.split(whole, [own * q.shape[3], own_kv * k.shape[3], own_kv * v.shape[3]], 2)
@@ -93,13 +93,13 @@ def _in_parts(t: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends block j to rank j; block i of the result came from rank i. The gradient goes back the same way."""
+    """Sends block j to rank j; block i of the result came from rank i. Gradients go back likewise."""
     out = collectives.all_to_all_single_autograd(blocks.contiguous(), None, None, group)
     return out.wait() if isinstance(out, collectives.AsyncCollectiveTensor) else out
 
 
 def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
-    """Raises before the first message: a rank with another number of bytes than its peers expect would hang them."""
+    """Checks shapes before the first message, because a message of unexpected size would hang the other ranks."""
     batch, heads, tokens, _ = q.shape
     if heads % size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A unit of the running step: the state that its passes leave to each other, and to neighbouring units."""
+"""A unit of the running step: state handed from pass to pass, and to neighbouring units."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ __all__: list[str] = []
 
 
 class LiveUnit:
-    """One segment of one micro-batch at one stage, from its F on. Fields of parts stand at the end."""
+    """State of one segment of one micro-batch at one stage, from F on. Fields of the engine's features come last."""
 
-    is_last = True  # of its micro-batch's segments; in a tree, none follows it
-    of_tree = False  # its micro-batch's segments are a tree
-    num_parts = 1  # leaves in it
-    num_waiting = 1  # segments that follow it and have not gone forward
-    in_backward = False  # True from the start of B: a block that is recomputed there reads, and carries nothing out
-    is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
-    leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
-    roots: tuple[Any, ...] = ()  # where B starts: losses, or edges of the outputs that were handed over
-    seeds: tuple[Tensor, ...] = ()  # gradients of the roots, where these are losses; others come from the next stage
-    handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
-    outputs: tuple[Tensor, ...] = ()  # kept for the step's last B: DDP finds unused parameters by them
+    is_last = True  # no segment of the micro-batch follows
+    of_tree = False  # the micro-batch's segments are a tree
+    num_parts = 1  # leaves in the segment
+    num_waiting = 1  # children whose F has yet to run
+    in_backward = False  # True from the start of B: a block recomputed there carries no state out
+    is_whole = False  # a whole micro-batch: attention and carried state work as outside a step
+    leaves: tuple[Any, ...] = ()  # detached inputs: leaves of the segment's own graph
+    roots: tuple[Any, ...] = ()  # starts of B: losses, or gradient edges of outputs
+    seeds: tuple[Tensor, ...] = ()  # gradients of losses; gradients of outputs come from the next stage
+    handed: tuple[Any, ...] | None = None  # outputs or gradients for a neighbouring stage on this rank
+    outputs: tuple[Tensor, ...] = ()  # kept for the step's last B, where DDP needs them to find unused parameters
     carried_in: dict[int, Tensor] | None = None
     carried_out: dict[int, Tensor] | None = None
-    carried_back: dict[int, Tensor] | None = None  # what those behind it carried in, with gradients
-    auxiliary: list[tuple[Tensor, bool]] | None = None  # losses, and whether each is of the whole sequence
+    carried_back: dict[int, Tensor] | None = None  # states carried in by following segments, with gradients
+    auxiliary: list[tuple[Tensor, bool]] | None = None  # auxiliary losses; True: of the whole sequence
     loss: Tensor | None = None
-    output: Any = None  # what the last stage returned, if the caller asked for it
+    output: Any = None  # the last stage's output, if the caller asks for outputs
 
-    watch: Any = None  # watch.py: told what the module asks of the step
-    kept: Any = None  # recompute.py: from F to R, what R starts from
+    watch: Any = None  # checks/watch.py: notes the module's calls of attention and carried state
+    kept: Any = None  # recompute.py: R's starting state, from F to R
     is_again = False  # recompute.py: True while R runs
-    digest: Any = None  # recompute.py: of what F computed, where R is compared with it
-    away: Any = None  # offload.py: what its graph saves, if it is moved
-    tape: Any = None  # split_backward.py: what I leaves to W
-    blocks_again = 0  # recompute.py: the first blocks of the stage, which its backward computes again one by one
-    saved_bytes = 0  # measure.py: held by its graph
-    kept_bytes = gradient_bytes = 0  # measure.py: by its tape: inputs of layers, and gradients of their outputs
+    digest: Any = None  # recompute.py: digest of F's results, if R's are compared
+    away: Any = None  # offload.py: saved tensors of a moved unit
+    tape: Any = None  # split_backward.py: I's inputs and gradients for W
+    blocks_again = 0  # recompute.py: number of first blocks that the backward recomputes one by one
+    saved_bytes = 0  # measure.py: bytes saved in the graph
+    kept_bytes = gradient_bytes = 0  # measure.py: bytes on the tape: layers' inputs, and outputs' gradients
 
     def __init__(
         self, stage: int, microbatch: int, segment: int, cell: int, training: bool, previous: LiveUnit | None
@@ -52,7 +52,7 @@ class LiveUnit:
         self.segment = segment
         self.cell = cell  # number of the segment within its stage, counted over all micro-batches
         self.training = training
-        self.previous = previous  # the segment that it follows, for what that carried out
+        self.previous = previous  # unit of the parent segment, for carried state
 
     def take_handed(self) -> tuple[Any, ...]:
         handed, self.handed = self.handed, None
@@ -60,12 +60,12 @@ class LiveUnit:
         return handed
 
     def waits_for_others(self) -> bool:
-        """Counts a child's F; returns whether further children of this segment are still to go forward."""
+        """Counts a child's F; returns whether further children have yet to go forward."""
         self.num_waiting -= 1
         return self.num_waiting > 0
 
     def forget(self) -> None:
-        """Drops the graph and all state that only this unit's passes read; the loss and the output stay."""
+        """Drops the graph and all state for the unit's own passes; the loss and the output stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
         self.kept = self.away = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
@@ -74,10 +74,10 @@ class LiveUnit:
     # -- backward
 
     def start(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the roots of the backward that have a gradient, and the gradients.
+        """Returns the roots of the backward with a gradient, and the gradients.
 
         Args:
-            gradients: of the roots, None where there is none. States that later segments carried in are added.
+            gradients: gradients of ``roots``, or None. Roots for states carried in by later segments come on top.
         """
         roots, seeds = self.roots, tuple(gradients)
         if any(root is None or seed is None for root, seed in zip(roots, seeds, strict=True)):
@@ -86,13 +86,13 @@ class LiveUnit:
         if self.carried_out is not None and self.carried_back is not None:
             for name, leaf in self.carried_back.items():
                 state = self.carried_out[name]
-                if leaf.grad is not None and state.requires_grad:  # R may have made one without, F could not tell
+                if leaf.grad is not None and state.requires_grad:  # R may make a state without gradient, unknown in F
                     roots += (get_gradient_edge(state),)
                     seeds += (leaf.grad,)
         return roots, seeds
 
     def carry_back(self) -> None:
-        """Adds the gradients of carried-in state to those of siblings with the same state."""
+        """Adds the gradients of carried-in state to the gradients from siblings, other children of the parent."""
         if self.carried_in is None or self.previous is None:
             return
         if self.previous.carried_back is None:
@@ -105,20 +105,20 @@ class LiveUnit:
                 first.grad = leaf.grad if first.grad is None else first.grad + leaf.grad
 
     def input_gradients(self) -> tuple[Tensor | None, ...]:
-        """Returns gradients of the inputs, for the stage before."""
+        """Returns gradients of the inputs, for the previous stage."""
         return tuple([None if leaf.grad is None else as_message(leaf.grad) for leaf in self.leaves])
 
 
 def as_message(tensor: Tensor) -> Tensor:
-    """Returns the tensor as bytes for another rank: contiguous, and conjugated if torch has put that off."""
+    """Returns the tensor in the form of a message: contiguous, and without torch's lazy conjugation or negation."""
     tensor = tensor.contiguous()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def enter(unit: LiveUnit | None) -> None:
-    """Makes the unit's state visible to the modules on this thread, until the executor says that the unit ends.
+    """Makes the unit's state visible to the modules on this thread, until the executor ends the unit.
 
-    Ops of attention read the rest from C (``csrc/run/current_unit.h``): the unit's offset, and its slot of the cache.
+    Ops of attention read the unit's offset and slot of the cache from C (``csrc/run/current_unit.h``).
     """
     _C.unit_set_state(unit)
     if unit is not None and unit.is_whole:
@@ -126,5 +126,5 @@ def enter(unit: LiveUnit | None) -> None:
 
 
 def current() -> LiveUnit | None:
-    """Returns the unit that runs on this thread."""
+    """Returns the unit running on this thread."""
     return _C.unit_state()  # type: ignore[no-any-return]

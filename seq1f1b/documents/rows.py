@@ -1,6 +1,6 @@
-"""Steps of rows: micro-batches with lengths and numbers of segments of their own.
+"""Steps of rows: micro-batches with unequal lengths and numbers of segments.
 
-Segments may form trees: each follows a parent, and leaves of one parent may share a unit.
+Segments may form trees: each follows a parent, and leaves of one parent, siblings, may share a unit.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 PlannedRows: TypeAlias = Any
 """A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, which a higher room makes."""
 
-MOST_TOKENS = 1 << 40  # of a segment, as of a sequence (csrc/core/partition.h)
+MOST_TOKENS = 1 << 40  # in a segment, as in a sequence (csrc/core/partition.h)
 MOST_SHOWN = 200  # characters of the rows in a message
 
 
 @dataclass(frozen=True)
 class Trees:
-    """The parents of the segments of every micro-batch.
+    """The trees of a step: parents and siblings of all segments.
 
     Attributes:
-        parents: the segment that each segment of each micro-batch follows, -1 for the first one.
-        parts: tokens of the siblings in each segment, ``[micro-batch][segment]``; a single number without siblings.
+        parents: parent of each segment, ``[micro-batch][segment]``, -1 for the first segment.
+        parts: tokens of each sibling in a segment, ``[micro-batch][segment]``; a single number without siblings.
     """
 
     parents: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[tuple[int, ...], ...], ...]
 
     def __str__(self) -> str:
-        """The parents, and the siblings if there are any."""
+        """Returns the parents and siblings as text."""
         shared = {(m, s): part for m, row in enumerate(self.parts) for s, part in enumerate(row) if len(part) > 1}
         text = repr([list(row) for row in self.parents])
         return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
 
     def positions(self, m: int) -> list[int]:
-        """Returns the positions along the paths at which the segments of a micro-batch begin."""
+        """Returns the first position, along the path, of each segment of a micro-batch."""
         return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
 
     @cached_property
     def followed(self) -> tuple[tuple[int, ...], ...] | None:
-        """Returns ``parents`` for an order; None if all micro-batches are chains, whatever siblings they hold."""
+        """Returns ``parents`` for an order; None if all micro-batches are chains, with or without siblings."""
         is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
         return self.parents if is_tree else None
 
     @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
-        """Returns tokens of siblings in cells with several, and by cell the index of the first; both empty without
+        """Returns the tokens of all siblings, and for each cell the index of its first sibling; both empty without
         siblings.
 
         The list of indices ends with the number of all siblings.
@@ -77,8 +77,8 @@ class Path(NamedTuple):
     """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
 
     Attributes:
-        tokens: places of the path's tokens in the micro-batch.
-        own: numbers along the path of tokens that no earlier path has.
+        tokens: places in the micro-batch of the path's tokens.
+        own: indices in ``tokens`` of the tokens in no earlier path.
     """
 
     tokens: Tensor
@@ -86,9 +86,9 @@ class Path(NamedTuple):
 
 
 def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
-    """Returns every path of a micro-batch; each sibling in a shared segment is a leaf with a path."""
+    """Returns every path of a micro-batch; each sibling is a leaf, and has a path."""
     begins = list(accumulate(map(sum, parts), initial=0))
-    above: list[list[range]] = []  # of each segment: tokens of those that it follows
+    above: list[list[range]] = []  # each segment's ancestors, as ranges of tokens
     seen: set[int] = set()
     found = []
     for parent in parents:
@@ -112,11 +112,11 @@ def by_paths(
     kwargs: dict[str, Any],
     sliced: Callable[[str], bool],
 ) -> Any:
-    """Runs ``run`` for every path alone; returns the outputs laid out as the micro-batch's tokens are.
+    """Runs ``run`` on every path alone; returns the outputs in the order of the micro-batch's tokens.
 
     Args:
         dim: the dimension of tokens.
-        sliced: whether a keyword argument has a number for each token.
+        sliced: says whether a keyword argument, given by name, has values for each token.
     """
     length = sum(len(path.own) for path in paths)
     outputs = []
@@ -145,7 +145,7 @@ def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
 
 
 def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Returns the positions along the paths at which segments begin: each at the end of its parent."""
+    """Returns the first position, along the path, of each segment: the end of the parent."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + sizes[parent])
@@ -155,12 +155,12 @@ def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def runs_of(
     rows: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None, siblings: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Returns runs of tokens in a step of rows: the position along the path at which each begins, and its tokens.
+    """Returns the runs of consecutive tokens in a step of rows: a pair of first position along the path, and length.
 
     Args:
         rows: tokens of the segments of every micro-batch.
-        parents: the segment that each segment follows; None: the one before it.
-        siblings: by cell, tokens of the leaves in it, empty for a single leaf; empty if all are single.
+        parents: parent of each segment; None: the segment before.
+        siblings: tokens of the siblings in each cell, empty for a cell without; empty if no cell has siblings.
     """
     found, cell = [], 0
     for m, sizes in enumerate(rows):
@@ -184,11 +184,11 @@ def rows_given(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> di
 
 
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
-    """Returns the tokens of the segments of every micro-batch, and their parents; raises if either breaks a rule.
+    """Returns the tokens of all segments, and the trees; raises if an argument breaks a rule.
 
     Args:
         sizes: ``segment_sizes`` of :meth:`seq1f1b.PipelineEngine.step`.
-        parents: ``parents`` of ``step``; None: each segment follows the one before it.
+        parents: ``parents`` of ``step``; None: each segment follows the segment before.
         num_parts: ranks that share the tokens of a segment.
     """
     if parents is not None and num_parts > 1:
@@ -221,7 +221,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
 
 
 def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[tuple[int, ...]]]:
-    """Tokens of the leaves in each segment of every micro-batch; one number where a segment is no list of siblings."""
+    """Returns the tokens of each segment, [micro-batch][segment]: a number for each sibling, or a single number."""
     if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
         raise TypeError("segment_sizes of a step must be a list: for every micro-batch the tokens of its segments")
     found: list[list[tuple[int, ...]]] = []
@@ -251,7 +251,7 @@ def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[
 
 
 def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
-    """Raises, on every rank, unless all ranks have equal rows and plans, or none, and built one order. Collective."""
+    """Raises, on every rank, unless all ranks have equal rows, plans and orders. Collective."""
     planned, some = "None" if plan is None else plan.digest, rows or ()
     long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
     own = {
@@ -264,6 +264,6 @@ def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: P
 
 
 def _shown(text: str, long: str) -> tuple[str, str]:
-    """Returns a digest to compare, and a text for messages: ``long`` if the text itself would be long."""
+    """Returns a digest of a text for comparison, and a text for errors: ``long`` in place of a long text."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

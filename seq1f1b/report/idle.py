@@ -1,4 +1,4 @@
-"""Causes of idle time in a step: differences of simulations of its order, from equal units to the measured ones."""
+"""Causes of idle time in a step: differences between simulations of the order with equal and with measured units."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from seq1f1b.schedule import Schedule, Unit
 
 __all__ = ["CAUSES", "Idle", "StepTimes", "advice", "ideal_text", "idle_of_ranks", "mean_idle"]
 
-_LITTLE = 0.05  # of the ranks' time: what is idle below this is not worth advice
-_GAIN = 0.03  # of the step: units differ by as much from one step to the next, so less is no reason to move layers
+_LITTLE = 0.05  # share of the ranks' time: less idle time is not worth advice
+_GAIN = 0.03  # share of the step: moves of layers must gain more, because units vary as much from step to step
 
 
 @dataclass(frozen=True)
 class Idle:
-    """The idle seconds of one rank, split into causes: their sum is the step's makespan less the rank's busy time.
+    """The idle seconds of one rank, split into causes: the sum is the step's makespan less the rank's busy time.
 
-    The step's order is simulated five times, with free messages, and each time the units are nearer to the measured
-    ones. A cause is the rank's additional idle time over the simulation before:
+    The step's order is simulated five times, with free messages and with units ever closer to the measured units. A
+    cause is the rank's additional idle time over the previous simulation:
 
     Attributes:
         schedule: idle time if every unit of a pass (F, B, I, W) takes the mean of the pass over the whole step.
@@ -33,13 +33,13 @@ class Idle:
             enters the step as late as measured. Python's work inside a unit is part of the unit. On a GPU the engine's
             own time is the time in which the host was late: all inputs of a unit were there, earlier work had ended,
             and the host had not started the unit.
-        transfer: the rest of the measured idle time: messages on their way, their copies, occupied places, ranks that
-            wake late from a wait, and waits for the tier (``Report.tier``).
+        transfer: the rest of the measured idle time: transfers and copies of messages, occupied receive places, late
+            wake-ups after waits, and waits for the tier (``Report.tier``).
 
     The mean of a cause over the ranks is its share of the makespan. A cause may be negative: a rank with a slow stage
-    waits less than other ranks, and unequal segments may fit an order better than equal ones. If two causes act
-    together, the first is charged with its effect alone, the second with the rest. W that runs in waits is busy time,
-    and fills waits in the simulations as well.
+    waits less than other ranks, and unequal segments may fit an order better than equal segments. If two causes act
+    together, the first counts with its effect alone, the second with the rest. W in waits is busy time, and fills waits
+    in the simulations as well.
     """
 
     schedule: float
@@ -64,18 +64,18 @@ CAUSES = tuple(field.name for field in fields(Idle))
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step on which idle time depends, in seconds; lists hold one entry per rank.
+    """Times of a step in seconds, for the causes of idle time; lists hold one entry per rank.
 
     Attributes:
         schedule: the order that ran.
         units: seconds of every unit in run order, including parts in waits.
         own: the engine's own time: outside of units, waits and sends.
-        late: from the first start of any unit to the rank's entry into the step; 0 for ranks that were there.
+        late: from the first start of any unit to the rank's entry into the step; 0 for ranks already inside.
         makespan: first start to last end over all ranks.
         sizes: tokens of each segment.
-        layers: of each stage; 0 if the number is unknown, () if all are.
+        layers: number of layers of each stage; 0: unknown; (): all unknown.
         is_tuned: whether the engine itself looks for the order and its segments.
-        on_device: whether the times are those of GPUs, whose own time is spent waiting for their host.
+        on_device: whether the times come from GPUs; a GPU's own time is waiting for the host.
     """
 
     schedule: Schedule
@@ -89,21 +89,21 @@ class StepTimes:
     on_device: bool = False
 
     def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
-        """Returns the seconds of units, grouped by these fields."""
+        """Returns the seconds of units, grouped by fields of :class:`seq1f1b.Unit`."""
         found: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for unit, seconds in self.each():
             found[tuple(getattr(unit, field) for field in alike)].append(seconds)
         return found
 
     def means(self, *alike: str) -> list[list[float]]:
-        """Returns seconds of every unit: the mean over units alike in these fields."""
+        """Returns seconds of every unit: the mean over all units with equal fields."""
         mean = {key: sum(seconds) / len(seconds) for key, seconds in self.alike(*alike).items()}
         return [
             [mean[tuple(getattr(unit, field) for field in alike)] for unit in order] for order in self.schedule.ranks
         ]
 
     def delayed(self) -> list[list[float]]:
-        """Returns units' seconds with their share of the engine's time, each rank's first with its late entry."""
+        """Returns units' seconds with a share of the engine's own time; a rank's first unit also has the late entry."""
         tracks = []
         for seconds, own, late in zip(self.units, self.own, self.late, strict=True):
             track = [each + own / len(seconds) for each in seconds]
@@ -147,12 +147,12 @@ def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
 
 
 def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
-    """Returns the mean over ranks: each cause's share of the makespan."""
+    """Returns the mean over ranks: each cause's part of the makespan, in seconds."""
     return Idle(*(sum(values) / len(ranks) for values in zip(*map(astuple, ranks), strict=True)))
 
 
 def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
-    """Returns a sentence: the step if ranks shared all work evenly and never waited, and the causes of a longer one."""
+    """Returns a sentence: the time of a step with evenly shared work and no waits, and the causes of a longer step."""
     mean = mean_idle(ranks)
     parts = {
         "the order": mean.schedule,
@@ -168,7 +168,7 @@ def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
 
 
 def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
-    """Returns a sentence: the cause that makes the step longest, in numbers, and the remedy."""
+    """Returns a sentence: the main cause of idle time, in numbers, and a remedy."""
     if not times.makespan > 0:
         return "the step took no time"
     mean = mean_idle(ranks)
@@ -197,7 +197,7 @@ def _of_order(times: StepTimes) -> str:
 def _of_stages(times: StepTimes) -> str:
     """Returns advice for unequal stages, with a move of layers.
 
-    The move is priced first: by the step's own units, longer on one stage and shorter on another, in the same order.
+    A simulation predicts the gain: the step's order and units, longer on one stage and shorter on another.
     """
     seconds = times.totals("stage")
     last = len(seconds) - 1
@@ -229,7 +229,7 @@ def _of_stages(times: StepTimes) -> str:
 def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float | None:
     """Returns seconds of one layer of the slow stage; None if its number of layers is unknown.
 
-    The last stage runs the loss beside its layers; its layers count as long as a layer of other stages.
+    The last stage also runs the loss, so a layer there counts at most as long as other stages' layers.
     """
     if not times.layers or not times.layers[slow]:
         return None
@@ -240,13 +240,13 @@ def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float |
 
 
 def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) -> tuple[int, int, float]:
-    """Returns how many layers of the slow stage are best moved to which stage, and the saved share of the step."""
+    """Returns the best move of layers off the slow stage: number, other stage, and saved share of the step."""
 
     def saved(number: int, stage: int) -> float:
         return _saved(times, seconds, {slow: -number * layer, stage: number * layer})
 
     others = sorted((stage for stage in range(len(seconds)) if stage != slow), key=seconds.__getitem__)
-    if times.layers[slow] == 1:  # it keeps that
+    if times.layers[slow] == 1:  # a stage keeps at least one layer
         return 0, slow, 0.0
     gains = [saved(1, stage) for stage in others]
     most, number = max(gains, default=0.0), 1
@@ -257,7 +257,7 @@ def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) 
 
 
 def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> float:
-    """Returns the saved share of the step if each stage takes ``more`` seconds in all, spread evenly over its units."""
+    """Returns the saved share of the step if stages take ``more`` seconds, spread evenly over each stage's units."""
     factors = {stage: 1 + more.get(stage, 0.0) / each if each > 0 else 1.0 for stage, each in enumerate(seconds)}
     durations = [
         [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]

@@ -1,4 +1,4 @@
-"""Measurements of a step: times and peaks of one rank or of all, beside the peaks that its order allows."""
+"""Measurements of a step: times and peaks of one rank or of all ranks, beside the order's planned peaks."""
 
 from __future__ import annotations
 
@@ -38,20 +38,19 @@ sendable(Unit)
 @sendable
 @dataclass(frozen=True)
 class StageReport:
-    """One stage. Units and tokens are live from the start of their F, or R, to the end of their B, or W.
+    """Figures of one stage. Units and tokens are live from the start of F, or R, to the end of B, or W.
 
     Attributes:
         peak_live_units, peak_live_tokens: measured.
-        planned_live_units, planned_live_tokens: by the lowered program and the segment sizes, before anything runs.
-        planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
-        activation_bytes: most bytes that the graphs of live units held at once, measured in the first step of the last
+        planned_live_units, planned_live_tokens: predicted by the lowered program and the segment sizes.
+        planned_kv_slots, planned_grad_slots: most micro-batches with K/V, and with dK/dV, held at once.
+        activation_bytes: most bytes held at once by the graphs of live units, measured in the first step of the last
             new shape; None if not measured (compiled modules).
-        planned_activation_bytes: bytes that the order holds, by the step's mean bytes per token.
-        gradient_bytes, planned_gradient_bytes: measured and planned bytes of layers' output gradients that I leaves to
-            W.
-        deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
-        fused_weights: elements of the weights to whose gradients the product adds itself, in W or in whole backwards;
-            autograd sums the others, with a cast and an addition in each unit.
+        planned_activation_bytes: bytes held in the order, by the step's mean bytes per token.
+        gradient_bytes, planned_gradient_bytes: measured and planned bytes of layers' output gradients, left to W by I.
+        deferred_weights: elements of the weights with gradients left to W by I, in whole or in part.
+        fused_weights: elements of the weights with gradients summed by the product itself, in W or in whole backwards;
+            for other weights autograd needs a cast and an addition in each unit.
         trained_weights: elements of all parameters that require grad.
         attention_layers: calls of ``causal_attention`` in one forward, each with a handle of its own.
     """
@@ -76,42 +75,40 @@ class StageReport:
 @sendable
 @dataclass(frozen=True)
 class Report:
-    """One rank's last step. Times in seconds.
+    """Figures of one rank's last step. Times are in seconds.
 
-    Times are the host's if stages lie on the CPU. On a GPU they come from events on the computing stream: time outside
-    of ``busy``, ``wait``, ``send`` and ``tier`` is time in which the GPU had all inputs of a unit and waited for the
-    host to start the unit. Reading these times waits for the step's end.
+    Stages on the CPU take the host's clock. On a GPU times come from events on the computing stream: in the time beside
+    ``busy``, ``wait``, ``send`` and ``tier``, the GPU had all inputs of a unit and waited for the host to start the
+    unit. Reading times of a GPU waits for the step's end.
 
     Attributes:
-        start: start of the step's first instruction, on the machine's monotonic clock; on a GPU, when the GPU reached
-            it.
-        seconds: the whole step, from its start to the end of the last instruction: busy + wait + send + the engine's
-            own.
+        start: time of the step's first instruction, on the machine's monotonic clock; on a GPU, when the GPU began it.
+        seconds: the whole step, from ``start`` to the end of the last instruction: busy + wait + send + tier + the
+            engine's own time.
         busy: time in the units, parts of W in waits included.
         wait: time waiting for messages, without the units in waits.
         send: time of credits and copies.
         tier: time waiting for moves to the tier and back, in A and before backwards of moved units.
         moved_bytes: bytes sent to the tier, and brought back.
-        move_out_rate, move_in_rate: bytes per second of these transfers, without their waiting time; 0 if nothing
-            moved.
-        recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
+        move_out_rate, move_in_rate: bytes per second of moves, without waiting time; 0 without moves.
+        recomputed_blocks: number of blocks computed again in backwards of kept and moved units, over all units.
         bubble: share of ``seconds`` in which the rank is not ``busy``; :class:`PipelineReport` has the share of all
             ranks.
-        kv_bytes, grad_bytes: bytes of the slabs of keys and values, and of their gradients. Planned bytes are slots
-            times the bytes of the step's layers; held bytes include slabs of an earlier, longer step.
+        kv_bytes, grad_bytes: bytes of the slabs of keys and values, and of the gradients' slabs. Planned bytes are
+            slots times the bytes of the step's layers; held bytes include slabs of an earlier, longer step.
         receive_places: places of all incoming edges.
         process_peak_bytes: the most resident memory of the process so far, in host memory.
-        timeline: (unit, start, end) on the machine's monotonic clock. A W stands for the part that ran at its place.
-        fills: (unit, start, end) of the parts of W in waits, if the order fills them.
+        timeline: (unit, start, end) on the machine's monotonic clock. A W in the timeline is the part run at W's place.
+        fills: (unit, start, end) of the parts of W in waits, if the order fills waits.
         edges: edges from and to the rank.
         logit_bytes: most bytes of logits in the rank's shard of the vocabulary at once, between S and T.
-        look_seconds: time of the last check of the rank's stages by values, at the end of a first step and no part of
+        look_seconds: time of the last check of the rank's stages by values, after a first step and outside of
             ``seconds``; 0 without a check.
         clock: owner of the times, "host" or "device".
         tokens: tokens of all sequences of the step, on the rank of the first stage; 0 elsewhere.
         device_peak_bytes, device_reserved_bytes: most bytes of the process's tensors on its GPU so far, and most bytes
             taken by torch's allocator; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins anew.
-        siblings: by segment, tokens of the tree's leaves in it, () for a single leaf; () if all are single.
+        siblings: tokens of the siblings in each segment, () for a segment without; () if no segment has siblings.
     """
 
     rank: int
@@ -149,7 +146,7 @@ class Report:
 
     @property
     def _unit_seconds(self) -> dict[Unit, float]:
-        """Seconds of every unit in run order, in and out of waits. A only waits."""
+        """Seconds of every unit in run order, in and out of waits; 0 for A, which only waits."""
         seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in self.timeline}
         for unit, start, end in self.fills:
             seconds[unit] += end - start
@@ -167,28 +164,28 @@ class Report:
 
     @property
     def kept_units(self) -> int:
-        """Number of units that were neither recomputed nor moved."""
+        """Number of units neither recomputed nor moved."""
         forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
         return forwards - self.recomputed_units - self.moved_units
 
     @property
     def recomputed_units(self) -> int:
-        """Number of units that ran their stage a second time, before their backward."""
+        """Number of units recomputed before the backward."""
         return sum(unit.kind == "R" for unit, _, _ in self.timeline)
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """All ranks' last step. ``str(report)`` says why the step is slow: :attr:`idle` as a table, and :attr:`advice`.
+    """Figures of all ranks' last step. ``str(report)`` says why the step is slow: :attr:`idle` and :attr:`advice`.
 
     Attributes:
         ranks: one :class:`Report` each.
         makespan: first start to last end over all ranks (ranks of several hosts: the longest rank).
-        bubble: share of the ranks' time in ``makespan`` that is not busy.
-        simulated: the step's order with its measured units and free messages: the least time in which the order can run
-            these units. No prediction, because the units come from the step.
-        tuning: a tuned engine's tried and found orders, or its progress, in words; else empty. Not saved.
-        is_tuned: whether a tuned engine has found the order that it keeps. Not saved.
+        bubble: share of ``makespan`` in which ranks are not busy, the mean over ranks.
+        simulated: a simulation of the step's order with the measured units and free messages: the least time of the
+            order for these units. No prediction, because the units come from the step.
+        tuning: words about a tuned engine's tried and found orders, or about progress; else empty. Not saved.
+        is_tuned: whether a tuned engine has found an order. Not saved.
     """
 
     ranks: tuple[Report, ...]
@@ -200,7 +197,7 @@ class PipelineReport:
 
     @property
     def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
-        """Per rank, with the first start of all at 0."""
+        """Timeline of each rank, with the first start of all ranks at 0."""
         return self._from_zero(r.timeline for r in self.ranks)
 
     @property
@@ -214,10 +211,10 @@ class PipelineReport:
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Busy seconds of each segment, over all its passes, stages and micro-batches.
+        """Busy seconds of each segment, over all passes, stages and micro-batches.
 
-        If the step's segments were equally long, ``partition_sequence`` takes these seconds as ``costs`` and cuts
-        segments of equal measured cost.
+        If segments are equally long, ``partition_sequence(costs=)`` cuts by these seconds into segments of equal
+        measured cost.
         """
         seconds = [0.0] * self.simulated.schedule.num_segments
         for rank in self.ranks:
@@ -231,7 +228,7 @@ class PipelineReport:
         return sum(rank.tokens for rank in self.ranks) / self.makespan
 
     def flops_utilization(self, model: ModelShape, peak: float) -> float:
-        """Returns the model FLOP of the step over the FLOP that the ranks could have computed in its time (MFU).
+        """Returns the model FLOP of the step over the devices' peak FLOP in the step's time (MFU).
 
         Counts three forwards of the model, with causal attention, and no recomputation.
 
@@ -244,7 +241,7 @@ class PipelineReport:
             raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
         schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
         rows: list[tuple[int, ...]] = [(sum(sizes),)] * schedule.num_microbatches
-        if len(sizes) == schedule._first_cells[-1]:  # a step of rows, which the text of an order does not always say
+        if len(sizes) == schedule._first_cells[-1]:  # a step of rows, even if the order's text does not show rows
             rows = [sizes[a:b] for a, b in pairwise(schedule._first_cells)]
         pieces = runs_of(rows, schedule.parents, self.ranks[0].siblings)
         sequences = sum(rank.tokens for rank in self.ranks) / sum(length for _, length in pieces)
@@ -334,7 +331,7 @@ class PipelineReport:
         """Reads the last report of a file written by :meth:`save`.
 
         Raises:
-            ValueError: the file holds no report, or something else.
+            ValueError: the file holds no report, or a line that is no report.
         """
         *_, last = cls.load_all(path)
         return last
@@ -344,7 +341,7 @@ class PipelineReport:
         """Yields every report of a file, in the order of saving.
 
         Raises:
-            ValueError: the file holds no report, or something else.
+            ValueError: the file holds no report, or a line that is no report.
         """
         number = 0
         with open(path, "rb") as file:
@@ -362,7 +359,7 @@ def _read_line(line: bytes) -> PipelineReport:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'must be a JSON object whose "format" is {FORMAT!r}; PipelineReport.save writes one')
     schedule, ranks = Schedule.from_text(data["schedule"]), unpack(json.dumps(data["ranks"]).encode())
-    schedule = schedule.replace(prefetch=data.get("prefetch", 1))  # 1: a file that does not say so is an older one
+    schedule = schedule.replace(prefetch=data.get("prefetch", 1))  # 1 in files of older versions
     if not isinstance(ranks, tuple) or not all(isinstance(r, Report) for r in ranks):
         raise ValueError("its ranks are no reports")
     if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:
@@ -371,7 +368,7 @@ def _read_line(line: bytes) -> PipelineReport:
 
 
 def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Report | PipelineReport:
-    """Reports the last step of a runner; with ``gather`` (an all-gather of objects), all ranks' steps."""
+    """Returns the report of a runner's last step; with ``gather`` (an all-gather of objects), of all ranks."""
     if runner.last_step is None:
         raise RuntimeError("there is nothing to report before the first step")
     own, tuner = _rank_report(runner, runner.last_step), runner.tuner
@@ -398,7 +395,7 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     start, seconds = walked[0][2] * 1e-9, (walked[-1][3] - walked[0][2]) * 1e-9
     spent: dict[str, float] = dict.fromkeys(_C.OPCODES, 0.0)
     for opcode, (number, *_), first, last in walked:
-        name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # a unit that only waits
+        name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # A only waits
         spent[name] += (last - first) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9) for opcode, unit, first, last in walked if opcode == _RUN
@@ -410,10 +407,10 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    schedule, length = record.order.schedule, record.length  # of the longest micro-batch
-    if schedule.parents is not None:  # most tokens of trees that lie in a slot at once
+    schedule, length = record.order.schedule, record.length  # tokens of the longest micro-batch
+    if schedule.parents is not None:  # the most tokens of trees in a slot at once
         _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
-    planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes of a token, of the step's layers
+    planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes per token, of the step's layers
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
     for number, of_token, grads_of_token in _C.kv_cache_layers(cache):
         kv_slots, grad_slots = slots[number]
@@ -491,7 +488,7 @@ def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence
 
 
 def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
-    """Returns the most bytes that the program lets a stage's units hold, of saved activations and output gradients."""
+    """Returns the planned most bytes of a stage's units: saved activations, and output gradients."""
     memory = StepMemory(
         activations=_of_units(record, stage, measured.saved),
         kept_activations=_of_units(record, stage, measured.kept),

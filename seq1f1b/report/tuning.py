@@ -1,7 +1,7 @@
-"""Finds an engine's order while it trains: measures units, simulates orders with their costs, and tries the best ones.
+"""Finds an engine's order during training: measures units, simulates orders with these costs, tries the best orders.
 
 The steps are ordinary training steps, under different orders. All ranks take equal orders: rank 0 decides, and before
-each step the ranks compare their progress.
+each step the ranks compare progress.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
 
 __all__: list[str] = []
 
-MEASURED = 2  # steps of each order whose units are measured, after one that is not: it may be new to caches
-ROUNDS = 5  # steps of each order that is tried
-TRIED = 3  # orders, beside the one that the engine began with
-LEAST_GAIN = 0.01  # of the step: by less an order is not better than the one that the engine began with
-MOST_CHANGE = 1.25  # between lengths, for which one order may be the best
-PATIENCE = 10  # steps in a row of other lengths, after which all is measured again
-MOST_UNITS = 8192  # of an order that `auto` builds
+MEASURED = 2  # steps of each probe with measured units, after a first step to warm caches
+ROUNDS = 5  # timed steps of each tried order
+TRIED = 3  # tried orders, beside the engine's first order
+LEAST_GAIN = 0.01  # share of the step: an order that gains less does not replace the engine's first order
+MOST_CHANGE = 1.25  # ratio of lengths that may share an order
+PATIENCE = 10  # steps in a row of other lengths, before a new search begins
+MOST_UNITS = 8192  # units of an order built by `auto`
 SHORTEST = 32  # tokens of a segment
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of segments
-SEARCHED = 4  # ways to cut a sequence, those whose named orders are the shortest, for which `auto` is asked
-MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # of a search: with four probes
-MEMORY = 0.8  # share of what is free that an order may take beyond the first one
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of segments to simulate
+SEARCHED = 4  # cuts of a sequence for which `auto` searches an order: those with the shortest named orders
+MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # steps of a search with four probes
+MEMORY = 0.8  # share of free memory that an order may take beyond the first order
 
 
 class Choice(NamedTuple):
-    """An order, in the form in which rank 0 tells the other ranks.
+    """An order as told by rank 0 to the other ranks.
 
     Attributes:
-        family, options: of :func:`seq1f1b.build_schedule`.
+        family, options: name and options of :func:`seq1f1b.build_schedule`.
         fills: whether W runs in waits.
-        balance: 0: segments are cut by the engine's argument; else the number of tokens after which a token's attention
-            has taken as long as its other work: segments are cut to equal time by this number.
+        balance: 0: the engine's argument cuts segments. Else segments take equal time, by ``balance``, the position at
+            which attention takes as long as a token's other work.
     """
 
     family: str
@@ -77,8 +77,8 @@ class Tuner:
     """The state of the search, equal on every rank.
 
     Args:
-        first: the setting with which the engine began, a safe one.
-        group: of the ranks.
+        first: the setting of the engine's first steps, a safe setting.
+        group: the pipeline's ranks.
         report: the rank's report of the last step.
     """
 
@@ -95,16 +95,16 @@ class Tuner:
         self._device = device
         self._told = ""
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
-        self._settings: dict[str, Setting] = {}  # of this search
+        self._settings: dict[str, Setting] = {}  # settings of the current search
         self._reads_units = self._reads_seconds = False
         self._stamp = 0
-        self._kept: tuple[int, Setting] | None = None  # for a length
+        self._kept: tuple[int, Setting] | None = None  # length and setting at the end of a search
         self._ran = first
         self._walk = self._begin()
 
     @property
     def text(self) -> str:
-        """The found order, in words; before, the progress of the search."""
+        """Words about the found order, or about the progress of the search."""
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on: nothing is tuned"
         steps = f"{self._stamp - self._started} of about {self._expected}"
@@ -127,8 +127,8 @@ class Tuner:
         """Returns the setting of the next training step. Collective.
 
         Args:
-            record: of the last step; None: the rank has none, or the step failed.
-            length: tokens of the next step; 0: the rank does not know.
+            record: record of the last step; None: no step yet, or a failed step.
+            length: tokens of the next step; 0: unknown on this rank.
         """
         if torch.are_deterministic_algorithms_enabled():
             return self.first
@@ -145,7 +145,7 @@ class Tuner:
         return self._ran
 
     def evaluate(self, length: int) -> Setting:
-        """Returns the setting of an evaluation of ``length`` tokens: the last training step's, if it can cut them."""
+        """Returns the setting for evaluation: the last training step's, or the first if ``length`` is too short."""
         if torch.are_deterministic_algorithms_enabled():
             return self.first
         return self._fitting(self._ran, length)
@@ -164,7 +164,7 @@ class Tuner:
             self._take(self._walk.send(measured))
 
     def found(self) -> TunedOrder:
-        """Returns the found order. Raises RuntimeError before one is found."""
+        """Returns the found order. Raises RuntimeError during the first search."""
         if self._kept is None:
             raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text}; train on")
         length, setting = self._kept
@@ -177,7 +177,7 @@ class Tuner:
         return TunedOrder(choice.family, seq_len=length, segment_sizes=sizes, **self._counts(choice))
 
     def _seconds(self, record: StepRecord) -> float:
-        """Returns the seconds of a step; 0.0 if nobody needs them, because reading a GPU's waits."""
+        """Returns the seconds of a step; 0.0 outside of timed rounds, because reading a GPU's time waits."""
         return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
 
     def _figures(self) -> Iterator[Any]:
@@ -188,7 +188,7 @@ class Tuner:
             yield free_bytes(self._device)
 
     def _take(self, choice: Choice | None) -> None:
-        if choice is self.setting.choice:  # as in every step once an order is kept
+        if choice is self.setting.choice:  # unchanged, as in every step after the search
             return
         name = repr(choice)
         found = self._settings.get(name)
@@ -280,9 +280,9 @@ class Tuner:
     def _candidates(
         self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
     ) -> list[Choice]:
-        """Returns the shortest orders by a simulation with the costs of measured units, the best one first."""
+        """Returns the shortest orders by simulation with the seconds of measured units, best first."""
         _, measured = steps[-1]
-        of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes of a live one
+        of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes per live token
         first, found = self.first, list[tuple[float, Choice]]()
         room = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * of_token
         room += MEMORY * min(own[4] for own in measured) / len(measured)
@@ -358,7 +358,7 @@ def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
 
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:
-    """Returns seconds of units of any length, and the most segments that were measured."""
+    """Returns a source of seconds of units of any length, and the largest measured number of segments."""
     found, most = [], 0
     for setting, measured in steps:
         spans = spans_of(setting.options.sizes_of(measured[0][0]))
@@ -369,7 +369,7 @@ def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[Meas
 
 
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
-    """Costs of an order of segments of so many tokens."""
+    """Returns the costs of an order with segments of ``sizes`` tokens."""
     spans = arrays_of(spans_of(sizes))
     shards: dict[str, Any] = {**shards_of(units, spans)}
     return Costs(**seconds_of(units, spans)._asdict(), **shards)

@@ -1,6 +1,6 @@
 """Pictures of a timeline, simulated or measured: text, PNG, SVG, and a trace for chrome://tracing or ui.perfetto.dev.
 
-A file is written whole or not at all. ``seq1f1b.view.page`` makes the page to zoom into.
+Every file is written whole or not at all. ``seq1f1b.view.page`` makes a page with zoom.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 def timeline_png(
     path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None, width: float = 14.0
 ) -> None:
-    """Draws one or several timelines, one below the other on a common time axis.
+    """Draws timelines below each other, on a common time axis.
 
     A colour is a micro-batch, pale forward, paler recomputation and full backward; units of all but the first stage of
     a rank are hatched.
@@ -30,7 +30,7 @@ def timeline_png(
     Args:
         path: file to write; its suffix chooses the format.
         tracks: a timeline, or several with the heading of each, for instance planned and measured.
-        width: inches. Letters keep their size, so fewer inches make them larger in a page.
+        width: inches. Letters have a fixed size, so fewer inches make letters larger in a page.
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a timeline holds no unit, or all together more than 100000.
@@ -88,7 +88,7 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> se
     used: set[str | None] = set()
     begin, _ = extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
-    room = 0.07 / width * ax.get_xlim()[1]  # that one character takes
+    room = 0.07 / width * ax.get_xlim()[1]  # length of a character on the time axis
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, track in enumerate(timeline):
         first_stage = min((unit.stage for unit, _, _ in track), default=0)

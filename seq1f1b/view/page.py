@@ -1,7 +1,7 @@
 """One self-contained HTML page of a timeline, simulated or measured: zoom, hover, and the memory curve of each rank.
 
-``timeline.js`` draws the timeline, as in the schedule explorer of the documentation. The page holds the script and the
-numbers, so it opens without a network.
+``timeline.js`` draws the timeline, as in the schedule explorer of the documentation. The page holds script and numbers,
+and opens without a network.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def timeline_html(
     *,
     title: str = "seq1f1b",
 ) -> None:
-    """Writes the page. A wheel zooms the time axis and a drag moves it, in all timelines at once.
+    """Writes the page. The wheel zooms the time axis and a drag moves along the axis, in all timelines at once.
 
-    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit, or a tap, shows its times, its predecessors
-    (the last to end first) and its successors; arrow keys go from unit to unit. A simulation also has its critical
-    path, and each unit's slack (``critical=True``) and bytes of each kind of memory (``memory=StepMemory(...)``);
-    without them the memory curve counts live units. Memory curves of all ranks and timelines have one scale.
+    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit, or a tap, shows times, predecessors (latest
+    end first) and successors; arrow keys go from unit to unit. A simulation also shows the critical path and each
+    unit's slack (``critical=True``), and bytes of each kind of memory (``memory=StepMemory(...)``). Without bytes the
+    memory curve counts live units. Memory curves of all ranks and timelines have one scale.
 
     Args:
         path: file to write.
@@ -91,7 +91,7 @@ timelines.show(%(timelines)s)
 def _json(data: Any) -> str:
     """Returns a value as JSON for a script element.
 
-    No ``<`` stays: ``</script`` ends a script, and ``<!--`` with ``<script`` hides the end.
+    Escapes every ``<``: ``</script`` ends a script, and ``<!--`` with ``<script`` hides the end.
     """
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -99,8 +99,8 @@ def _json(data: Any) -> str:
 def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
     """Returns the changes of a rank's number of live units, as activations.
 
-    A unit is live from the start of its F, or R if recomputed, to the end of its B, or W if the backward is split,
-    except between its A and its L; in an order without backwards, while it runs.
+    A unit is live from the start of F, or R if recomputed, to the end of B, or W if the backward is split, except
+    between A and L; in an order without backwards, from the start to the end of F.
     """
     again = {unit[1:] for unit, _, _ in track if unit.kind == "R"}
     last = "BWA" if any(unit.kind in "BI" for unit, _, _ in track) else "F"
@@ -112,7 +112,7 @@ def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
 
 
 def memory_changes(run: Simulation) -> list[Changes]:
-    """Returns the bytes that units of each rank take and free; the core knows what lives when.
+    """Returns the bytes taken and freed by the units of each rank, by the core's rules.
 
     Raises:
         ValueError: the simulation was not given ``memory``.
@@ -131,10 +131,10 @@ def memory_changes(run: Simulation) -> list[Changes]:
 
 
 def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
-    """Returns the units that must end before each unit may start: its inputs, and earlier units of its rank.
+    """Returns the predecessors of each unit: the unit's inputs, and the previous unit of the rank.
 
     Args:
-        parents: of the order, see :class:`~seq1f1b.Schedule`.
+        parents: parents of the order's segments, see :class:`~seq1f1b.Schedule`.
     """
     after = inputs_of((unit for track in timeline for unit, _, _ in track), parents)
     for track in timeline:
@@ -172,7 +172,7 @@ def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str
 
 
 def _firsts(rows: Sequence[Sequence[Any]]) -> list[int]:
-    """The number of the first of each row, if those of all are counted on; at the end, of all."""
+    """Returns the index of each row's first entry among the entries of all rows, and last the number of all entries."""
     return [*accumulate(map(len, rows), initial=0)]
 
 

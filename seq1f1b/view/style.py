@@ -1,4 +1,4 @@
-"""Shared by all drawings of a timeline: limits, the names and colours of units, the unit of time."""
+"""Facts for all drawings of a timeline: limits, headings, and colours of units and of memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from seq1f1b.unit import Timeline, Unit
 
 _HERE = Path(__file__).parent
 
-MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
-MOST_TRACED = 1_000_000  # 170 MB of JSON
+MOST_UNITS = 100_000  # units of a picture or page: takes some seconds, in matplotlib or in a browser
+MOST_TRACED = 1_000_000  # units of a trace: 170 MB of JSON
 
 
 def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone: str = "") -> Mapping[str, Timeline]:
-    """Returns timelines by their headings; refuses a picture, page or trace that would take minutes and help nobody.
+    """Returns timelines by heading; raises if a picture, page or trace of so many units would take minutes.
 
     Args:
-        alone: heading of a timeline without one.
+        alone: heading of a single timeline.
     """
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {alone: tracks}
     num_units = sum(len(track) for timeline in named.values() for track in timeline)
@@ -47,12 +47,12 @@ def color_of(unit: Unit) -> tuple[float, ...]:
 
 
 def ink_on(color: Sequence[float]) -> str:
-    """Returns the colour of a label on this colour: dark on a light one (relative luminance, ITU-R BT.709)."""
+    """Returns the colour of a label: dark on a light ``color``, else white (relative luminance, ITU-R BT.709)."""
     red, green, blue = color
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "#222222"
 
 
-HOLDING_COLORS = {  # from the bottom: what changes least lies lowest
+HOLDING_COLORS = {  # from the bottom up: the kinds that change least lie lowest
     "weights": "#5b6472",
     "optimizer": "#98a2ae",
     "logits": "#d9b310",
@@ -74,7 +74,7 @@ _HOLDING_TEXTS = {
 
 
 def part(name: str) -> str:
-    """Returns a part of a page of timelines: ``timeline.js`` or ``timeline.css``."""
+    """Returns the text of ``timeline.js`` or ``timeline.css``."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
