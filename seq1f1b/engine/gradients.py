@@ -1,7 +1,7 @@
-"""Keeps gradients of a step apart from earlier gradients; holds nothing for untied fp32 parameters without a divisor.
+"""Keeps a step's gradients apart from earlier gradients; ``StepGradients`` holds nothing for plain fp32 parameters.
 
-A divisor is the second value of a loss that returns (sum, divisor). Before the first step the kind of the loss is not
-known, so all gradients are kept apart.
+Plain parameters have no ties, and a loss that returns no divisor. In a first step the kind of the loss may be unknown:
+then all gradients are kept apart.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class ToLoss(Sink):
         place = f"micro-batch {unit.microbatch}, segment {unit.segment}"
         try:
             result: Any = self._stage.loss_fn(output, target, **self._loss_kwargs)
-        except Exception as error:  # many means have no value there
+        except Exception as error:  # many means have no value without targets
             self._passed_over = f"raised {type(error).__name__} ({error}) for {place}, which has no target"
         else:
             if isinstance(result, tuple):

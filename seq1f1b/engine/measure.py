@@ -41,7 +41,7 @@ class Activations:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counter of the storages that a graph saves within the context, without parameters and given tensors.
+    """Counter of the storages that a graph saves within the context, each once, except parameters and given tensors.
 
     Do not measure a compiled module: compiled code hides saved tensors, and is traced again under hooks. Tensors saved
     by torch.func's transforms are not counted.

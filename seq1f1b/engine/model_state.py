@@ -255,7 +255,7 @@ def uncompiled() -> Iterator[None]:
         with _stance_lock:
             _uncompiled -= 1
             if _uncompiled == 0 and _stance is not None:
-                _stance.__exit__(None, None, None)  # back to the caller's
+                _stance.__exit__(None, None, None)  # back to the caller's stance
                 _stance = None
 
 

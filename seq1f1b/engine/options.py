@@ -271,7 +271,7 @@ def first_family(stages_per_rank: int) -> str:
 
 
 def is_plan(schedule: object) -> TypeGuard[Plan | TunedOrder | str | os.PathLike[str]]:
-    """Returns whether ``schedule`` is a plan, or a plan's file: a string without a schedule of the name."""
+    """Returns whether ``schedule`` is a plan or the path of a plan: a string that names no schedule is a path."""
     return isinstance(schedule, (Plan, TunedOrder, os.PathLike)) or (
         isinstance(schedule, str) and schedule not in (TUNED, *schedules())
     )

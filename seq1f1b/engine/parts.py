@@ -1,7 +1,7 @@
 """Features of an engine: work around the units of a stage, each feature a subclass of :class:`Part`.
 
-``runner.py`` lists all features. A step calls only parts with work in the step. A part of a segment's tokens is another
-matter, see :data:`seq1f1b.engine.splitting.TokenPart`.
+``runner.py`` lists all features. A step calls only parts with work in the step. A part of a segment's tokens is
+something else, ``splitting.TokenPart``; a part of a module is a submodule.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return hasattr(type(module), "_get_fsdp_state")  # some wrappers have their module's attributes
+    return hasattr(type(module), "_get_fsdp_state")  # of the type: some wrappers pass attributes of their module on
 
 
 def _outermost_sharded(module: nn.Module) -> list[Any]:

@@ -207,7 +207,7 @@ class Runner:
             rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
             arguments = replace(arguments, rows=rows, trees=trees)
         if is_tuned := self.tuner is not None and arguments.rows is None:
-            group.begin_step(training)  # ranks talk from here on
+            group.begin_step(training)  # messages between ranks may follow
             self.setting = self._tuned(self.tuner, arguments)
         self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)

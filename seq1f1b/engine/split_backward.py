@@ -144,7 +144,7 @@ class WeightGradients(Part):
 
 
 class Layer:
-    """Replaces the forward of an ``nn.Linear``, or of an ``nn.Embedding`` with a dense sum over tokens as gradient.
+    """The forward in a step of an ``nn.Linear``, or of an ``nn.Embedding`` whose gradient is a dense sum over tokens.
 
     Attributes:
         in_step: :meth:`forward` as one object for all steps, because compiled callers of the layer check the object.

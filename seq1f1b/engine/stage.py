@@ -116,7 +116,7 @@ class StageStep:
                 part._step = self
                 if part.start(self):
                     self.parts.append(part)
-        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
+        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # Measuring
 
     def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
         """Connects the stage to a source of inputs and a sink of outputs; :meth:`Pipeline.connect` opens edges.
@@ -151,7 +151,7 @@ class StageStep:
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, order.num_children[cell]
-        if batch.num_parts:  # a chain may end in siblings
+        if batch.num_parts:  # a unit of several sibling leaves, also at the end of a chain
             unit.num_parts = batch.num_parts[cell]
             unit.of_tree |= unit.num_parts > 1
         inputs = self._source.inputs(unit, received)

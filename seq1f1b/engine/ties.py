@@ -351,7 +351,7 @@ def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
 
 
 def _kind(parameter: nn.Parameter, names: Mapping[int, Sequence[str]], name: str) -> str:
-    """Returns a text that is equal for all copies of a tie; ``names``: by id, all ties of a parameter."""
+    """Returns shape, dtype and training of a copy, equal within a tie; ``names``: by id, the ties of a parameter."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     kind += ", without memory (meta)" if parameter.is_meta else ""

@@ -92,7 +92,7 @@ class HeadStep(_ShardStep):
         self.losses: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.counts: dict[int, float] = {}
-        self.peak_bytes = 0  # of logits between S and T
+        self.peak_bytes = 0  # most bytes of logits held between S and T
 
     def passes(self) -> dict[str, Pass]:
         return {"S": self.statistics, "T": self.loss}
