@@ -23,9 +23,10 @@ PREPOSITIONS = re.compile(
 )
 # Pronouns per 100 words, and openings with a preposition in %. The goal is (); limits of other rooms only fall.
 LIMITS = {(): (5.0, 1.0), "docs": (4.5, 0.0), "README.md": (4.5, 0.0), "seq1f1b/__init__.py": (11.0, 0.0)}
-LIMITS |= dict.fromkeys(("seq1f1b", "seq1f1b/engine", "seq1f1b/testing.py"), (6.5, 0.5))
+LIMITS |= dict.fromkeys(("seq1f1b", "seq1f1b/testing.py"), (6.5, 0.5))
 LIMITS |= dict.fromkeys(("seq1f1b/attention", "seq1f1b/documents", "seq1f1b/report", "seq1f1b/view"), (6.0, 0.5))
 LIMITS |= {"seq1f1b/data.py": (6.0, 0.5)}
+LIMITS |= {"seq1f1b/engine": (3.2, 0.0)}
 
 
 def words_of(file: Path) -> tuple[str, list[str]]:
