@@ -88,7 +88,7 @@ class Batch:
     Attributes:
         length: tokens of the longest micro-batch; 0: the rank learns the length from the first message.
         rows: tokens of the segments of every micro-batch; before the split only in steps of rows.
-        sizes: tokens of segments for the executor: in plain steps of any micro-batch, else of all micro-batches.
+        sizes: tokens of segments for the executor: of one micro-batch if all are alike, else of all in order.
         target: targets of the M micro-batches, on the rank of the last stage.
         inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of the
             rank's stages, and targets.
@@ -97,7 +97,7 @@ class Batch:
         paths: by cell, the paths of units that run path by path.
         documents: number of documents in each micro-batch, if the step's plan has them.
         has_documents: whether a micro-batch has several documents.
-        by_targets: whether a segment's weight is its share of the targets of all micro-batches, not of its own alone.
+        by_targets: whether a segment weighs by its share of the targets of all micro-batches, not of its micro-batch.
         is_new: whether the step is the first of a shape: then features look, measure and compare.
         gradients: the step's gradients, kept apart from earlier gradients; ``loss.py`` adds tensors outside of modules.
         read: takes requests for values on the device, read before the units run.

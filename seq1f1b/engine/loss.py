@@ -54,7 +54,7 @@ class ToLoss(Sink):
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
         is_reduced = self._stage.head_parallel is not None  # under DDP or FSDP2 each forward needs a backward
         self._is_unseen = not any(weighting.shares) and not is_reduced
-        self._passed_over = ""  # in words: what a segment without targets returned, if no divisor
+        self._passed_over = ""  # in words: the answer to a segment without targets, if no divisor
 
     @property
     def losses(self) -> dict[int, Tensor]:

@@ -356,7 +356,7 @@ class Runner:
         return above("report")(self, gather)
 
     def _step_gradients(self) -> StepGradients:
-        """Returns the gradients that a training step keeps apart; modules under DDP and FSDP2 grow none wider."""
+        """Returns the gradients that a training step keeps apart; under DDP and FSDP2, gradients do not grow wider."""
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)

@@ -191,7 +191,7 @@ class VocabularyParallelHead(VocabularyShard):
     # -- a loss of tokens
 
     def read_target(self, target: Any) -> tuple[Any, list[Tensor | None]]:
-        """Returns the labels, and each tensor of ``per_token``, None if left out; raises ValueError."""
+        """Returns the labels, and each tensor of ``per_token`` (None if left out). Raises ValueError if unfit."""
         if not isinstance(target, Mapping):
             return target, [None] * len(self.per_token)
         if self.token_loss is None:

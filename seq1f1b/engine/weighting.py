@@ -92,7 +92,7 @@ class Weighting:
         elif self.batch.by_targets:
             total = sum(totals)
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
-                # The sum over ranks has each target n times, for n token parts, as the shares are n times as large.
+                # The sum over n ranks per replica has each target n times, and the shares are n times as large.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             total = total or 1.0
