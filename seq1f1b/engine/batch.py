@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class StepArguments:
-    """Holds a caller's arguments of one step; :meth:`seq1f1b.PipelineEngine.step` describes them."""
+    """A caller's arguments of a step, described at :meth:`seq1f1b.PipelineEngine.step`."""
 
     training: bool
     inputs: Any
@@ -46,15 +46,15 @@ class StepArguments:
     return_outputs: bool = False
     rows: Rows | None = None
     parents: Any = None  # as the caller gave them
-    trees: Trees | None = None  # what these rows' segments follow, once they are read
+    trees: Trees | None = None  # read from `parents`: the segment that each segment of `rows` follows
     plan: PlannedRows | None = None
     paths: Trees | None = None  # units are whole micro-batches, and run path by path
-    divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
+    divides: bool | None = None  # whether loss_fn returns (sum, divisor); None: not known yet
 
 
 @dataclass
 class StepRead:
-    """Gathers a step's reads of device values into one read, because the host waits for the device in each."""
+    """All reads of device values in a step, joined, because the host waits for the device in each read."""
 
     asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = field(default_factory=list)
 
@@ -80,29 +80,28 @@ class StepRead:
 
 
 class Batch:
-    """The arguments of one step on the rank.
+    """The arguments of one step on the rank; after :meth:`split` by cell, a segment's number over all micro-batches.
 
-    After :meth:`split` they lie by cell: the number of a segment counted over all micro-batches.
+    A row is the list of a micro-batch's segments. A leaf is a tensor of autograd in ``leaves``, and the last
+    segment of a tree's path in ``num_parts``. ``part`` in :meth:`split` is the rank's ``TokenPart`` of each segment.
 
     Attributes:
         length: tokens of the longest micro-batch; 0: the rank learns the length from the first message.
         rows: tokens of the segments of every micro-batch; before the split only in steps of rows.
-        sizes: tokens of the segments as the executor takes them: of one micro-batch if all are alike, else of all in a
-            row.
-        target: targets of the M micro-batches, on ranks that have them.
-        inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of this
+        sizes: tokens of segments for the executor: of one micro-batch if all are alike, else of all in order.
+        target: targets of the M micro-batches, on the rank of the last stage.
+        inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of the
             rank's stages, and targets.
         siblings: see :attr:`seq1f1b.documents.rows.Trees.siblings`.
-        num_parts: by cell, the number of leaves in a step of trees.
+        num_parts: in a step of trees, by cell, the number of sibling leaves in the unit.
         paths: by cell, the paths of units that run path by path.
         documents: number of documents in each micro-batch, if the step's plan has them.
         has_documents: whether a micro-batch has several documents.
-        by_targets: whether a segment weighs by its share of all micro-batches' targets instead of its own
-            micro-batch's.
-        is_new: whether the step is the first of its shape, in which features look, measure and compare.
-        gradients: gradients that the step adds, apart from earlier ones; also told of leaves outside of modules.
+        by_targets: whether a segment weighs by its share of the targets of all micro-batches, not of its micro-batch.
+        is_new: whether the step is the first of a shape: then features look, measure and compare.
+        gradients: the step's gradients, kept apart from earlier gradients; ``loss.py`` adds tensors outside of modules.
         read: takes requests for values on the device, read before the units run.
-        seq_dim, arg_rules: where ``inputs`` and ``kwargs`` have their tokens.
+        seq_dim, arg_rules: the dimension of tokens, and the rules of keyword arguments, as the engine has them.
     """
 
     inputs: list[tuple[Any, ...]] | None = None
@@ -118,7 +117,7 @@ class Batch:
         self._takes_inputs = pipeline.has_first or options.embedding is not None
         self._hands_on = (pipeline.has_first or pipeline.has_last) and pipeline.num_stages > 1
         self._inputs, self.target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
-        if device.type != "cpu":  # the host waits for pinned memory alone, which a caller may write again
+        if device.type != "cpu":  # pinned memory is copied while the host waits: the caller may overwrite it
             self._inputs, self.target, self._kwargs = (
                 mapped(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_pinned()))
                 for value in (self._inputs, self.target, self._kwargs)
@@ -137,7 +136,7 @@ class Batch:
         self.has_documents = any(count > 1 for count in self.documents)
 
     def check(self) -> None:
-        """Raises where the arguments break a rule."""
+        """Checks the arguments; cuts the target into micro-batches, makes leaves of autograd, and sets the length."""
         options, target, training = self._options, self.target, self.arguments.training
         if training and not torch.is_grad_enabled():
             raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
@@ -167,7 +166,7 @@ class Batch:
                     check_equal_batches(self._inputs)
             self._inputs = self.leaves.replace(self._inputs)
             self.length = sequence_length(self._inputs, options.seq_dim)
-        if self.rows:  # every rank was given them
+        if self.rows:  # all ranks know the rows, and so the length
             self.length = max(map(sum, self.rows))
 
     def split(self, length: int) -> None:
@@ -199,7 +198,7 @@ class Batch:
                 )
 
     def _documents(self) -> tuple[int, ...] | None:
-        """Lengths of the packed documents of all rows; None: the step has none."""
+        """Returns the lengths of all packed documents; None without ``doc_ids``."""
         kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
         rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
         return tuple(length for doc_ids in rows for length in document_lengths(doc_ids)) or None
@@ -210,9 +209,10 @@ def _flat(nested: Any) -> list[Any]:
 
 
 def merge(parts: list[Any], dim: int) -> Any:
-    """Joins outputs of segments or micro-batches into one output, also tensors in nested tuples and dicts.
+    """Joins outputs of segments or micro-batches into a whole output. Scalars become a vector.
 
-    Scalars become a vector.
+    Args:
+        parts: outputs in order: tensors, or tensors in nested tuples and dicts.
     """
     if isinstance(parts[0], (tuple, list)):
         return tuple(merge([part[i] for part in parts], dim) for i in range(len(parts[0])))

@@ -1,4 +1,4 @@
-"""Tells modules that run as compiled code. The engine's own code stays away from them: it would be traced, too."""
+"""Detects compiled modules, from which the engine keeps its own code: dynamo would trace the code, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_compiled_whole(module: nn.Module) -> bool:
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """Returns whether the module itself runs as compiled code, whole or by a method; its parts may in any case."""
+    """Returns whether the module is compiled, whole or in a method; does not look at submodules."""
     kind: Any = type(module)
     return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
 
@@ -34,5 +34,5 @@ def _has_compiled(owner: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether the module or a part of the module runs as compiled code."""
+    """Returns whether the module or a submodule is compiled."""
     return any(runs_compiled(part) for part in module.modules())

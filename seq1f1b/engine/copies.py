@@ -1,4 +1,4 @@
-"""Copies of a parameter of several stages, made where a model is cut: ``ties.py`` sums their gradients in a step."""
+"""Makes copies of tied parameters when a model is cut into stages; ``ties.py`` sums the copies' gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PAGE = "docs/how-to/tied-weights.md"
 
 
 def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the stage") -> dict[str, nn.Parameter]:
-    """Returns the parameters that a stage holds now, by the names of their ties.
+    """Returns the tied parameters of a stage as they are now, by tie: the name in the unsplit model.
 
     Args:
-        names: the stage's names of each parameter, by tie.
+        names: by tie, the parameter's names in the stage.
         place: the stage in words.
     Raises:
-        ValueError: the stage has lost such a parameter, or has several different ones under its names.
+        ValueError: a tied parameter is gone, or its names in the stage mean different parameters now.
     """
     found = {}
     for tie, own in names.items():
@@ -54,24 +54,24 @@ def carried(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
-    """Copies attributes such as ``no_weight_decay``, by which optimizers group parameters; clones tensors."""
+    """Copies attributes like ``no_weight_decay``, used by optimizers to group parameters; clones tensors."""
     for key, value in vars(parameter).items():
         setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
 
 
 def check_hooks(name: str, parameter: nn.Parameter) -> None:
-    """Raises ValueError if a parameter that will be copied has hooks."""
+    """Raises ValueError if a parameter to be copied has hooks."""
     if num_hooks(parameter):
         raise ValueError(hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
 
 
 def num_hooks(parameter: nn.Parameter) -> int:
-    """Returns the number of hooks that a backward calls with the parameter's gradient."""
+    """Returns the number of hooks on the parameter's gradient."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def hooks_refused(name: str, where: str) -> str:
-    """Returns the sentence that refuses hooks on a tied parameter."""
+    """Returns the error text for hooks on a tied parameter."""
     return (
         f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
         "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "

@@ -1,11 +1,11 @@
-"""Documents of a step's rows: attention must keep them apart, and on GPUs must know where they lie.
+"""Tells attention the documents of a step's rows, and warns of stages that may mix documents.
 
-In a planned step with several documents in a row, ``causal_attention`` without ``doc_ids`` is refused at the write of
-its keys (``csrc/torch/segment_rows.c``), so in compiled code, too. If a stage carries state along a row but gets
-nothing by which to tell documents apart, the engine warns.
+A row is a micro-batch's sequence. In a planned step with several documents in a row, ``causal_attention`` without
+``doc_ids`` is refused at the write of its keys (``csrc/torch/segment_rows.c``), so in compiled code, too. If a stage
+carries state along a row and gets no tensor that may tell documents apart, the engine warns.
 
 On a GPU, attention by torch's flash ops needs the places of documents on the host (``device/document_layout.py``), and
-a read waits for the device. So after the first such request a step reads documents for all units at once.
+a read waits for the device. So after the first request each step reads the documents of all units at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _layout = above("documents")
 
 
 class AskingForDocuments(Part):
-    """Tells attention how many documents a row has, in steps whose plan has a row of several documents."""
+    """The feature of planned steps with several documents in a row: gives attention the number of documents."""
 
     needs = "has_documents"
 
@@ -49,7 +49,7 @@ class AskingForDocuments(Part):
             stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 
     def _is_told(self, unit: LiveUnit) -> bool:
-        """Returns whether the stage gets any tensor, beside tokens or hidden states, that may tell documents apart."""
+        """Returns whether the stage gets a tensor beside tokens or hidden states, perhaps ids of documents."""
         given: list[Any] = [*self._step.kwargs_of(unit).values()]
         if self._step.stage.is_first and self._step.batch.inputs is not None:
             given += self._step.batch.inputs[unit.cell][1:]
@@ -57,10 +57,10 @@ class AskingForDocuments(Part):
 
 
 def read_documents(kwargs: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]]) -> None:
-    """Tells attention of the documents of a step's units, before they run.
+    """Reads the documents of a step's units for attention, before the units run.
 
     Args:
-        kwargs: by cell. Arguments named ``doc_ids`` are read if they are int32, the dtype of the op.
+        kwargs: keyword arguments by cell; only int32 ``doc_ids``, the dtype of the flash op, are read.
         rows: tokens of the segments of every micro-batch.
     """
     cells = iter(kwargs)

@@ -1,6 +1,7 @@
-"""Sources of a stage's inputs, and sinks of its outputs: the step's arguments, and neighbouring stages.
+"""The two ends of a stage in a step: a source of inputs and a sink of outputs.
 
-``loss.py`` has the sink that computes the loss, ``vocabulary_step.py`` the ends of a vocabulary over the ranks.
+``loss.py`` has the sink of the last stage, ``vocabulary_step.py`` source and sink of a vocabulary over the ranks. The
+end of an edge, which sends or receives messages, belongs to ``transport``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Spec: TypeAlias = "list[tuple[Any, ...]]"
 
 @dataclass(eq=False)
 class Source:
-    """Gives the units of a stage their inputs: in this class the step's arguments, by cell."""
+    """Source of a stage's inputs, here the step's arguments by cell."""
 
     given: Sequence[tuple[Any, ...]] = ()
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        """Returns the module's positional arguments, for F."""
+        """Returns the module's positional arguments, for F of a unit."""
         return self.given[unit.cell]
 
     give_back: ClassVar[Any] = None
@@ -39,11 +40,10 @@ class Source:
 
 
 class FromStage(Source):
-    """Gives units the outputs of the previous stage.
+    """Source of all stages but the first: outputs of the previous stage, as leaves of the unit's graph.
 
     Args:
-        previous: step of the previous stage if it lies on the rank, which hands tensors over without a transfer; else
-            None.
+        previous: :class:`StageStep` of the previous stage if it lies on this rank: no transfer is needed; else None.
     """
 
     def __init__(self, training: bool, previous: Any) -> None:
@@ -73,14 +73,14 @@ class FromStage(Source):
 
 
 class Sink:
-    """Takes the outputs of a stage's units in one step."""
+    """Sink of a stage's outputs in one step."""
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """Sets the unit's roots and seeds, in F and R; returns the tensors that cross to another rank."""
+        """Sets, in F and R, where the unit's backward starts (roots and seeds); returns tensors for other ranks."""
         raise NotImplementedError
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """Returns the gradient of each of the unit's roots for B; None: a root has none."""
+        """Returns the gradients of the unit's roots, for B; None for a root without gradient."""
         raise NotImplementedError
 
     end: Any = None
@@ -89,11 +89,11 @@ class Sink:
 
 @dataclass(eq=False)
 class ToStage(Sink):
-    """Sends outputs to the following stage.
+    """Sink that hands outputs to the following stage.
 
     Args:
-        step: step of this stage.
-        following: step of the following stage if it lies on the rank; else None.
+        step: :class:`StageStep` of the stage.
+        following: :class:`StageStep` of the following stage if it lies on this rank; else None.
     """
 
     step: Any
@@ -109,9 +109,9 @@ class ToStage(Sink):
         if unit.kept is not None:
             outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
         elif unit.training:
-            # Only the edge is kept, so that the storage goes once the output is sent.
+            # A gradient edge in place of the output: the storage is freed once the output is sent.
             unit.roots = tuple([get_gradient_edge(o) if o.requires_grad else None for o in outputs])
-        if unit.is_again:  # F has handed over the same
+        if unit.is_again:  # R: F has handed over the outputs
             return None
         if self.following is None:
             return outputs
@@ -119,7 +119,7 @@ class ToStage(Sink):
         return None
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        if received is not None:  # hooks get tensors of their own: `leave_place` counts who holds the views of a place
+        if received is not None:  # detached: a hook may keep its gradient, and `leave_place` counts holders of views
             return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
         handed: Sequence[Tensor | None] = self.following.units[unit.cell].take_handed()
         return handed
@@ -147,7 +147,7 @@ class ToStage(Sink):
 
 
 def detached(output: Any) -> Any:
-    """Returns a copy that shares no memory: an output may alias its input's place."""
+    """Returns a copy of an output in memory of its own: the output may alias the receive place of an input."""
     return mapped(output, lambda tensor: tensor.detach().clone())
 
 

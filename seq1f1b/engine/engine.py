@@ -48,7 +48,7 @@ __all__ = ["PipelineEngine"]
 
 
 class PipelineEngine(OfOneProcess):
-    """Runs one rank's part of a pipeline-parallel training step.
+    """Engine of one rank in pipeline-parallel training: runs the rank's stages in every step.
 
     Args:
         stage: the module of the rank; a list if the rank holds several stages, in ascending order of stage. Parameters
@@ -115,9 +115,9 @@ class PipelineEngine(OfOneProcess):
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
-    _gpu_part = staticmethod(above)  # of tests: GPUs that are stand-ins
+    _gpu_part = staticmethod(above)  # tests replace it, to stand in for GPUs
     _needs_whole_model = True  # False: one stage of a model may run alone
-    _scaler: torch.amp.GradScaler | None = None  # of the last training step
+    _scaler: torch.amp.GradScaler | None = None  # given to the last training step
 
     if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
 
@@ -170,7 +170,7 @@ class PipelineEngine(OfOneProcess):
             self._leave = weakref.finalize(self, joined.leave)
             self._leave.atexit = False
         except BaseException as error:
-            # The other ranks may wait for this one, while all come, while edges open, or in their first step.
+            # Other ranks may wait for this rank: to arrive, to open edges, or in the first step.
             if joined is None and meeting is not None:
                 meeting.fail(error)
             elif joined is not None and not isinstance(error, Disagreement):
@@ -240,7 +240,7 @@ class PipelineEngine(OfOneProcess):
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if self._scaler is None:
             return self._runner.run(given)[0]
-        self._scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
+        self._scaler.scale(torch.zeros((), device=self.device))  # makes the scale on ranks without a loss
         losses, _ = self._runner.run(replace(given, gradient_scale=self._scaler.get_scale()))
         with self._group.telling():
             share_overflow(self._pipeline)
@@ -257,11 +257,11 @@ class PipelineEngine(OfOneProcess):
         parents: Sequence[Sequence[int] | None] | None = None,
         plan: PlannedRows | None = None,
     ) -> Any:
-        """Forward only, without gradients. Arguments as :meth:`step`; target may be left out.
+        """Runs the forward of one batch, without gradients. Arguments as :meth:`step`; target may be left out.
 
         Returns:
-            M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair of
-            them and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
+            M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair:
+            the losses, and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
             ``segment_sizes`` or ``plan`` a list of the micro-batches' outputs.
         """
         given = StepArguments(False, inputs, target, kwargs, **rows_given(segment_sizes, parents, plan))
@@ -293,7 +293,7 @@ class PipelineEngine(OfOneProcess):
         not run. Refused are stages under DDP or FSDP2, DTensors and ``sequence_parallel=``.
 
         Args:
-            dtype: of the whole model; None: float64 if it fits in memory, else the engine's own.
+            dtype: dtype of the whole model; None: float64 if the memory suffices, else the stages' own.
             show: prints the result on rank 0.
             model: the whole model, on rank 0, where the engine then needs ``loss_fn``, too; ranks above 0 give None or
                 the model, and do not read it. The model keeps its training mode, and takes the parameters and buffers
@@ -319,7 +319,7 @@ class PipelineEngine(OfOneProcess):
         """Yields names and parameters of the rank, including the parameters of a loss that holds the head.
 
         A copy of a tied parameter has the whole model's name, as stages list it in ``tied_parameters``, on every rank.
-        So groups of an optimizer, made by name, are alike for all copies.
+        So an optimizer's groups by name are alike for all copies.
         """
         return self._pipeline.named_parameters()
 
@@ -333,7 +333,7 @@ class PipelineEngine(OfOneProcess):
         """Clips gradients by one norm over all stages. Collective over the pipeline.
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter,
-        and the norm of these in the model's order. So equal gradients give the same norm, and the same clipped
+        and the norm of all norms in the model's order. So equal gradients give the same norm, and the same clipped
         gradients, bit for bit, for any number of ranks. Two cases differ: norms of 16-bit gradients are taken in
         float32; and if ranks share a parameter (FSDP2, tensor parallelism), its norm is the norm of the DTensor, which
         depends on the number of shards, but not on the number of stages.
@@ -417,7 +417,7 @@ class PipelineEngine(OfOneProcess):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of plain steps; a tuned engine changes it."""
+        """The order of plain steps; a tuned engine changes the order."""
         return self._runner.schedule
 
     @property
@@ -441,7 +441,7 @@ class PipelineEngine(OfOneProcess):
         places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
         check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
         agreement = Agreement(group, agreement_of(options, schedule, source, self.device), places, check)
-        if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
+        if not group.is_thread:  # ranks that are threads may make engines one by one: they meet in a step
             agreement.check()
         pipeline = self._pipeline = Pipeline(
             modules,
@@ -461,14 +461,14 @@ class PipelineEngine(OfOneProcess):
             self._runner.order(training=True)
         if not group.is_thread:
             group.begin()
-        if pipeline.is_between_gpus:  # their proof is the first thing that the edges carry
+        if pipeline.is_between_gpus:  # the first messages of an edge between GPUs test the edge
             pipeline.connect_gpus()
             self._runner.order(training=True)
         self.edges = pipeline.edges
 
 
 class LoneEngine(PipelineEngine):
-    """Runs a stage of a model alone, to look at the stage or to time it."""
+    """Engine of a model's stage alone, to look at the stage or to time it."""
 
     _needs_whole_model = False
 

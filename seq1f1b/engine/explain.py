@@ -1,4 +1,4 @@
-"""Adds to errors of a step the unit at which they arose, and a hint at the likely cause."""
+"""Adds the failed unit, and a hint at the likely cause, to errors of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HINTS = {
     "^Target -?[0-9]+ is out of bounds": ". A target of this segment is no class of the loss: targets lie below the "
     "size of the output's last dimension, and those of -100 are not counted",
     "index out of range in self": ". An id of this segment is no row of its embedding: in stage {stage}, {rows}",
-    # What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
+    # Errors of torch and Python if a module for tokens, (batch, tokens), gets hidden states.
     "for argument #1 'indices'|used as indices must be|values to unpack|one_hot is only applicable": ". Stage {stage} "
     "received hidden states from stage {before} and treats them as tokens: did every rank build the whole model? Give "
     "each rank the layers of its own stages",
@@ -35,7 +35,7 @@ _HINTS = {
 
 
 def unit_text(executor: Any) -> str:
-    """Returns the unit at which the executor left the step, with its stage; "" if the step did not begin."""
+    """Returns the last unit that the executor began, with its stage; "" before the first unit."""
     unit = _last_unit(executor)
     return "" if unit is None else f"[{unit.stage}]{unit}"
 

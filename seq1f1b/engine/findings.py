@@ -1,4 +1,4 @@
-"""Warns of a model, a loss or targets that are likely wrong: cause and remedy, each told once.
+"""Warns of a model, a loss or targets that are likely wrong, once per finding, with a remedy.
 
 ``checks/first_look.py`` hands over findings in a stage's forward, ``checks/loss_look.py`` findings in a loss.
 """
@@ -14,7 +14,7 @@ from seq1f1b.nested import tensors_of
 
 __all__ = ["SegmentWarning"]
 
-ATTENTION = "attention not in segments"  # and none of ours
+ATTENTION = "attention not in segments"  # in a stage without causal_attention
 STATE = "state across tokens"
 STATISTICS = "later tokens"
 RANDOMNESS = "randomness that differs"
@@ -37,7 +37,7 @@ _REMEDIES = {
 
 
 class SegmentWarning(UserWarning):
-    """A stage computes something else in segments than over the whole sequence."""
+    """Warning of a stage whose results over segments differ from results over the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Finding:
 
 
 class Findings:
-    """Findings in one stage, for the life of an engine: each is told once.
+    """Findings in one stage over an engine's life; warns of each finding once.
 
     Args:
-        attention: of the engine's options; ``"own"``: another kind is an error in a stage without ours.
-        tells: False: only collects.
+        attention: the engine's option; ``"own"``: other attention is an error in a stage without causal_attention.
+        tells: False: collects findings without warnings.
     """
 
     def __init__(self, attention: str, *, tells: bool = True) -> None:
@@ -64,13 +64,13 @@ class Findings:
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Warns of the data: each kind of text once in an engine's life, though its numbers may differ."""
+        """Warns of the data; of texts with equal first 30 characters, an engine shows the first."""
         if self.tells and (kind := text[:30]) not in self._said:
             self._said.add(kind)
             warnings.warn(text, UserWarning, stacklevel=3)
 
     def judge(self, found: Sequence[Finding]) -> None:
-        """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
+        """Warns of new findings. Raises ValueError, every time, for attention that the engine refuses."""
         foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
         if foreign is not None and self.attention == "own":
             raise ValueError(
@@ -85,14 +85,14 @@ class Findings:
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
-_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
+_SAMPLE, _FEWEST = 512, 8  # elements in a sample, and the fewest counted targets to judge by
 
 
 def sample_of(value: Any, dim: int) -> Any:
-    """Returns a sample of the first tensor in an argument, by which ranks compare batches; None without such a tensor.
+    """Returns a sample of an argument's first tensor, to compare batches between ranks; None without a tensor.
 
     Returns:
-        The tensor's shape, whether it holds tokens or targets that change along the sequence, and some elements.
+        The tensor's shape, whether it holds tokens or targets that change along the sequence, some elements.
     """
     given = next(iter(tensors_of(value)), None)
     if given is None or given.is_meta:
@@ -101,12 +101,12 @@ def sample_of(value: Any, dim: int) -> Any:
     if changes:
         length = given.shape[dim] - 1
         changes = bool((given.narrow(dim, 1, length) != given.narrow(dim, 0, length)).any())
-    elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # odd: in no step with the rows
+    elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # an odd stride, to meet all columns
     return tuple(given.shape), changes, elements.tolist()
 
 
 def samples_of(arguments: Any, rules: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """Some elements of what a rank is given for a step, by argument; ``rules`` are those of keyword arguments."""
+    """Returns :func:`sample_of` each argument of a step, by name; ``rules``: the engine's ``arg_rules``."""
     kwargs = arguments.kwargs or {}
     kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
     given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
@@ -115,7 +115,7 @@ def samples_of(arguments: Any, rules: Mapping[str, Any], dim: int) -> dict[str, 
 
 
 def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if ranks got batches that do not belong together. Samples are by rank and argument."""
+    """Warns if ranks were given different batches. Samples are by rank and argument."""
     for name in dict.fromkeys(name for theirs in samples for name in theirs):
         given = [(rank, str(theirs[name])) for rank, theirs in enumerate(samples) if theirs.get(name) is not None]
         unlike = [(rank, sample) for rank, sample in given if sample != given[0][1]]
@@ -130,7 +130,7 @@ def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def look_at_targets(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Warns where the targets are the tokens themselves. Samples by rank and argument."""
+    """Warns if the targets equal the tokens, unshifted. Samples are by rank and argument."""
     tokens, targets = (
         next((own for each in samples if (own := each[n]) is not None), None) for n in ("inputs", "target")
     )

@@ -1,4 +1,8 @@
-"""Keeps the gradients of a training step apart from earlier gradients where necessary."""
+"""Keeps a step's gradients apart from earlier gradients; ``StepGradients`` holds nothing for plain fp32 parameters.
+
+Plain parameters have no ties, and a loss that returns no divisor. In a first step the kind of the loss may be unknown:
+then all gradients are kept apart.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +20,27 @@ REDUCED = (torch.bfloat16, torch.float16)
 
 
 class StepGradients:
-    """Gradients of one training step that start from nothing; earlier gradients are added at the end.
+    """Gradients of one training step that start from zero; earlier gradients are added at the end.
 
-    A step adds to 16-bit parameters M k times, so their gradients grow in a wider dtype meanwhile and are rounded once.
-    Other gradients start from nothing because they are summed over ranks, or because the loss may only at the end give
-    the number by which the step is divided.
+    A step adds to 16-bit gradients M k times, so they grow in a wider dtype and are rounded once. Gradients of tied
+    parameters are summed over ranks. All gradients start from zero if the loss may return a divisor: the division
+    comes after the last unit.
 
     Args:
-        parameters: parameters whose gradients start from nothing, each once.
+        parameters: parameters whose gradients start from zero, each once.
         wide: ids of parameters whose gradients grow in ``dtype``.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wide: Collection[int], dtype: torch.dtype | None) -> None:
         self._parameters, self._wide, self._dtype = parameters, wide, dtype
         self._before: dict[int, Tensor | None] = {id(p): p.grad for p in parameters}
-        # DDP's gradients may lie in a bucket that its next reduction overwrites.
+        # A gradient of DDP may be a view of a bucket, and the next reduction overwrites the bucket.
         self._copies = {key: g.detach().clone() for key, g in self._before.items() if g is not None and _is_part(g)}
         self._zeros: dict[int, Tensor] = {}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Sets earlier gradients aside; an error puts them back, and leaves the step's gradients undefined."""
+        """Sets earlier gradients aside within the context; an error puts them back."""
         try:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -53,19 +57,19 @@ class StepGradients:
             raise
 
     def set_apart(self, leaf: Any) -> None:
-        """Sets the gradient of a tensor outside of all modules aside, too, before the step adds to it."""
+        """Sets the gradient of an autograd leaf outside of all modules aside, before the step adds to the gradient."""
         if id(leaf) not in self._before:
             self._parameters.append(leaf)
             self._before[id(leaf)], leaf.grad = leaf.grad, None
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns the gradient that the step has added."""
+        """Returns the step's gradient of a parameter, without earlier gradients; None if no unit added any."""
         zeros = self._zeros.get(id(parameter))
         return None if zeros is not None and parameter.grad is zeros and not zeros._version else parameter.grad
 
     @torch.no_grad()
     def replace(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Takes another gradient for :meth:`added`."""
+        """Replaces the step's gradient of a parameter, see :meth:`added`."""
         if parameter.grad is not None and parameter.grad is self._zeros.get(id(parameter)):
             parameter.grad.copy_(gradient)
         else:
@@ -73,11 +77,10 @@ class StepGradients:
 
     @torch.no_grad()
     def end(self, factor: float = 1.0) -> None:
-        """Adds up earlier gradients and the step's.
+        """Ends the step: adds earlier gradients to the step's.
 
         Args:
-            factor: multiplies the step's gradients, if all started from nothing; 0: drops them, even if they are not
-                finite.
+            factor: multiplies the step's gradients, if all started from zero; 0: drops gradients, even if not finite.
         """
         for parameter in self._parameters:
             before, added = self._before[id(parameter)], self.added(parameter)
@@ -104,9 +107,9 @@ def _is_part(gradient: Tensor) -> bool:
 
 
 def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Returns a module's 16-bit parameters whose gradients may lie in a wider dtype for a while, by their ids.
+    """Returns a module's 16-bit parameters whose gradients may grow in a wider dtype, by id.
 
-    Left out are sparse gradients, which are no sums, and parameters for whose gradient the user has chosen a dtype.
+    Leaves out sparse gradients, and parameters with a ``grad_dtype`` chosen by the user.
     """
     sparse = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     return {
@@ -122,7 +125,7 @@ def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Gives a parameter a gradient of zeros in a wider dtype, which its setter would refuse.
+    """Gives a parameter a gradient of zeros in a wider dtype. The setter of ``grad`` refuses the dtype.
 
     ``Tensor.grad_dtype`` would allow the dtype, but once set never follows the parameter's dtype again.
     """
@@ -144,9 +147,8 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def import_backward() -> None:
-    """Imports the modules that torch imports in its first backward with given gradients, sympy among them: 0.5 s and
-    more.
+    """Imports the modules that torch needs in a first backward with given gradients (0.5 s and more, sympy).
 
-    Called before the ranks meet, so all ranks import at the same time; else each would let the others wait in turn.
+    Called before the ranks meet, so all ranks import at once instead of one after the other.
     """
     importlib.import_module("torch.fx.experimental.symbolic_shapes")

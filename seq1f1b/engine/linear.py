@@ -1,9 +1,9 @@
-"""Adds to the gradient of a weight in one pass: of a linear layer by its product, of an embedding by rows.
+"""Adds a unit's share to a weight's gradient in one pass: a product for a linear layer, rows for an embedding.
 
-Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it:
-three passes, two of them in float32 (``grad_dtype``). For an embedding of 128,000 words and hidden 4096 such a gradient
-takes 1 GB in 16 bits, mostly zeros. Here one op adds (``aten::addmm`` with a wider result, on CUDA alone), and an
-embedding's gradient gets the rows of the unit's tokens.
+Autograd makes a gradient of the weight's size in each unit, casts the gradient to the dtype in which gradients grow,
+and adds: three passes, two in float32 (``grad_dtype``). For an embedding of 128,000 words and hidden 4096 the gradient
+takes 1 GB in 16 bits, mostly zeros. Here one op multiplies and adds (``aten::addmm`` with a wider result, on CUDA
+alone), and an embedding's gradient gets only the rows of the unit's tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from seq1f1b.engine.gradients import REDUCED
 
 __all__: list[str] = []
 
-_BLOCK = 1 << 18  # elements of a temporary on the CPU, where a gradient is wider than its product: so it stays in cache
-_SPARSE = 4  # times as many rows as tokens: a smaller table is added whole
+_BLOCK = 1 << 18  # elements of a temporary product on the CPU, if gradients are wider: small enough for the cache
+_SPARSE = 4  # rows per token: a table with fewer rows is added whole
 
 
 def is_plain(tensor: Any) -> bool:
@@ -33,7 +33,7 @@ def are_one_call(device: torch.device) -> bool:
 
 
 def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
-    """Adds ``dy.t() @ x`` to the weight's gradient; False: only autograd can, and nothing has been done.
+    """Adds ``dy.t() @ x`` to the weight's gradient; returns False, and adds nothing, if only autograd can.
 
     Args:
         x: (tokens, inputs).
@@ -50,7 +50,7 @@ def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
         gradient.addmm_(dy.t(), x)
     elif dtype == torch.float32 and dy.dtype in REDUCED and len(x) and are_one_call(dy.device):
         torch.ops.aten.addmm.dtype_out(gradient, dy.t(), x, dtype, out=gradient)
-        torch.autograd.graph.increment_version(gradient)  # by which a step tells whether a gradient has been added to
+        torch.autograd.graph.increment_version(gradient)  # the op does not, and `StepGradients.added` needs it
     else:
         rows = max(1, _BLOCK // max(1, x.shape[1])) if dy.device.type == "cpu" else dy.shape[1]
         for i in range(0, dy.shape[1], rows):
@@ -65,7 +65,7 @@ def dense_rows(dy: Tensor, ids: Tensor, num_rows: int, padding: int) -> Tensor:
 
 
 def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> bool:
-    """Adds rows of an embedding to its gradient; returns False, and adds nothing, if only autograd can.
+    """Adds ``dy`` to rows of an embedding's gradient; returns False, and adds nothing, if only autograd can.
 
     Rows of equal tokens are summed first, in an order that depends on the tokens alone, so equal inputs give equal
     bits.
@@ -73,7 +73,7 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
     Args:
         ids: of any shape.
         dy: (*ids' shape, hidden).
-        padding: the row that gets nothing; -1: no such row.
+        padding: the row without gradient; -1: none.
     """
     num_rows, gradient = len(weight), _gradient_of(weight) if ids.numel() else None
     if gradient is None:
@@ -83,18 +83,18 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
         return True
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
     in_order = ids.sort().values
-    numbers = torch.searchsorted(in_order, ids)  # where each token's id comes first: equal tokens have one number
+    numbers = torch.searchsorted(in_order, ids)  # first position of each token's id in the sorted ids
     if padding >= 0:
         numbers = numbers.masked_fill(ids == padding, len(ids))
-    # One row more than tokens, for the padding's. Float32, for a sum of few of many is not to be rounded.
+    # One row more than tokens, for the padding's gradient. Float32, so that partial sums are not rounded.
     sums = dense_rows(dy.to(torch.promote_types(dy.dtype, torch.float32)), numbers, len(ids) + 1, len(ids))
-    # An id's sum stands where it comes first, zeros where it comes again: to count them would wait for the device.
+    # `sums` is zero where an id comes again: counting distinct ids would wait for the device.
     gradient.index_add_(0, in_order, sums[:-1].to(gradient.dtype))
     return True
 
 
 def _gradient_of(weight: nn.Parameter) -> Tensor | None:
-    """Returns the weight's gradient, zeros if there was none; None if only autograd can add to its kind."""
+    """Returns the weight's gradient, new zeros if absent; None if only autograd can add to the gradient."""
     if weight.grad is None:
         weight.grad = torch.zeros(weight.shape, dtype=weight.grad_dtype or weight.dtype, device=weight.device)
     return weight.grad if is_plain(weight.grad) else None

@@ -27,18 +27,17 @@ __all__: list[str] = []
 
 
 class ToLoss(Sink):
-    """Calls ``loss_fn`` on the last stage's outputs.
+    """Sink of the last stage: calls ``loss_fn`` on outputs.
 
     Mean losses are not called for segments without counted targets: a mean over nothing is NaN. Losses with a divisor
     are called for each segment, and so is a loss of unknown kind, before its first result. In a step without targets a
-    loss is called once, to see whether it returns losses of tokens.
+    loss is called once, to see whether the loss returns one value per token.
 
     Attributes:
         divides: whether the loss comes with a divisor; None before the first result.
         divisors: by cell, divisors of losses.
-        constants: by cell, sums and divisors of losses that need no gradient: both must be 0, which is checked after
-            the units.
-        values: by cell, losses of tokens, if the loss returns them.
+        constants: by cell, sums of losses that require no gradient: sum and divisor must be 0, checked after the units.
+        values: by cell, losses of tokens, if ``loss_fn`` returns one value per token.
     """
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
@@ -53,13 +52,13 @@ class ToLoss(Sink):
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
-        is_reduced = self._stage.head_parallel is not None  # each forward needs a backward
+        is_reduced = self._stage.head_parallel is not None  # under DDP or FSDP2 each forward needs a backward
         self._is_unseen = not any(weighting.shares) and not is_reduced
-        self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
+        self._passed_over = ""  # in words: the answer to a segment without targets, if no divisor
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """The losses of units, by cell, where a unit has a loss."""
+        """The losses of units with a loss, by cell."""
         return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
@@ -138,7 +137,7 @@ class ToLoss(Sink):
             unit.seeds = (hidden.grad,)
 
     def _find_leaves(self, loss: Tensor, output: Any) -> None:
-        """Tells ``gradients`` of leaves that the loss uses and no module holds, such as a layer in a closure."""
+        """Sets apart gradients of autograd leaves that no module holds, for example a layer in the loss's closure."""
         own, gradients = tensors_of(output), self._batch.gradients
         assert gradients is not None
         seen: set[Any] = {None, *(o.grad_fn for o in own)}
@@ -156,16 +155,16 @@ class ToLoss(Sink):
 
     @cached_property
     def _known(self) -> set[int]:
-        """Ids of the modules' parameters; under FSDP2 of the whole ones, once the modules have run."""
+        """Ids of the modules' parameters; under FSDP2 of whole parameters, once the modules have run."""
         return {id(p) for module in self._stage.modules for p in module.parameters()}
 
     @cached_property
     def _last_head(self) -> int:
-        """The last cell whose head goes back; known once the first loss has returned."""
+        """The last cell with a backward of the head; known once the first loss has returned."""
         return next(cell for cell in reversed(self._step.order.forwards) if self.divides or self._counts(cell))
 
     def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
-        """Returns the loss of a segment; None if it is a mean over no target."""
+        """Returns the loss of a segment; None for a mean over no target."""
         assert self._stage.loss_fn is not None
         if not self.divides and not self._counts(unit.cell):
             return self._loss_without_targets(unit, output, target)
@@ -184,7 +183,7 @@ class ToLoss(Sink):
         return loss
 
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
-        """Calls the loss on each path's own tokens, in a tree that runs path by path; returns the results."""
+        """Returns the loss of a tree that runs path by path: joins the losses of each path's own tokens."""
         results, count = list[Any](), self._weighting.count
         loss_fn: Any = self._stage.loss_fn
 
@@ -202,14 +201,14 @@ class ToLoss(Sink):
         return joined if is_of_tokens else sum(loss * (number / total) for loss, number in results if number)
 
     def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
-        """Returns the sum of a segment without targets, from a loss that may be a mean: then undoes the call."""
+        """Calls the loss on a segment without targets: returns the sum if a divisor comes, else undoes the call."""
         assert self._stage.loss_fn is not None
         state, carried = RandomState(self._stage.device), unit.carried_out and dict(unit.carried_out)
         auxiliary = unit.auxiliary and list(unit.auxiliary)
         place = f"micro-batch {unit.microbatch}, segment {unit.segment}"
         try:
             result: Any = self._stage.loss_fn(output, target, **self._loss_kwargs)
-        except Exception as error:  # many means have no value there
+        except Exception as error:  # many means have no value without targets
             self._passed_over = f"raised {type(error).__name__} ({error}) for {place}, which has no target"
         else:
             if isinstance(result, tuple):
@@ -255,23 +254,23 @@ class ToLoss(Sink):
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
     def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
-        """Returns the loss of a segment: the sum of its tokens' losses over the number of targets of the mean."""
+        """Returns a segment's loss: the sum of tokens' losses over the number of targets of the mean."""
         self.values[unit.cell] = values.detach()
         return values.sum() / self._weighting.counts[unit.cell]
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
-        """Returns state that a loss may change beside its result: carried tensors, gradients of its own backward."""
+        """Returns state to compare before and after a loss: carried tensors, and versions of gradients."""
         parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients
 
     def _look(self, unit: LiveUnit) -> None:
-        """Compares a divisor with the engine's count of targets, outside of all checks of the stage's own pass."""
+        """Checks, outside of the stage's own unit, whether weighted losses of segments add up to the whole loss."""
         assert self._looked_at is not None
         (output, target, leaves), self._looked_at = self._looked_at, None
         look, loss_fn = self._loss_look, self._stage.loss_fn
         assert look is not None and loss_fn is not None
-        if isinstance(loss_fn, nn.Module):  # DDP would count its forward
+        if isinstance(loss_fn, nn.Module):  # DDP would count this forward
             loss_fn = without_wrapper(loss_fn)
         if not look.take(output, target, unit.segment, leaves):
             return

@@ -26,9 +26,9 @@ class Activations:
 
     Attributes:
         saved: bytes of graphs, from F to the end of B, or of I.
-        kept: the part of ``saved`` that W reads, inputs of layers, if the backward is split.
-        gradients: further bytes that I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
-        head: bytes of the graph of a head within the loss, which ends with its F.
+        kept: bytes of ``saved`` that W reads, inputs of layers, if the backward is split.
+        gradients: further bytes left by I to W: gradients of layers' outputs, and inputs made by a recomputation.
+        head: bytes of the graph of a head within the loss, freed at the end of F.
         peak_saved: most bytes at once of ``saved``, of ``kept`` after I, and of ``head``.
     """
 
@@ -41,14 +41,13 @@ class Activations:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the storages that a graph saves while the context is open, each once; parameters and given tensors do not
-    count.
+    """Counter of the storages that a graph saves within the context, each once, except parameters and given tensors.
 
-    A compiled module keeps its own account of saved tensors and traces again under hooks: do not measure such a module.
-    Tensors saved by torch.func's transforms are not counted.
+    Do not measure a compiled module: compiled code hides saved tensors, and is traced again under hooks. Tensors saved
+    by torch.func's transforms are not counted.
     """
 
-    is_partial = False  # True: some of it could not be counted
+    is_partial = False  # True: some storages could not be counted
 
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
         super().__init__(self.pack, self.unpack)
@@ -59,7 +58,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.bytes = 0
 
     def count(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor's storages. Returns it detached: a graph that kept its output as it is would keep itself."""
+        """Counts a tensor's storages. Returns the tensor detached: an output in its own graph would be a cycle."""
         storages = storages_of(tensor)
         self.is_partial |= not storages
         self.bytes += sum(size for address, size in storages.items() if address not in self._seen)
@@ -71,7 +70,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self.count(tensor), tensor._version
 
     def unpack(self, kept: Any) -> Tensor:
-        """Returns the tensor to a backward. Checks for changes in place, which torch leaves out under hooks."""
+        """Returns the tensor to a backward. Checks for changes in place, because torch does not under hooks."""
         tensor, version = kept
         if tensor._version != version:
             raise RuntimeError(
@@ -94,7 +93,7 @@ _num_counting, _lock = 0, threading.Lock()
 
 
 def _replace_refusal(more: int) -> None:
-    """Replaces, while any thread counts, the function by which torch.func refuses hooks: hooks of a counter pass."""
+    """Replaces torch.func's refusal of hooks while any thread counts, so that a counter's hooks pass."""
     global _num_counting
     with _lock:
         _num_counting += more
@@ -104,7 +103,7 @@ def _replace_refusal(more: int) -> None:
 
 @contextmanager
 def _without_counter(message: str) -> Iterator[None]:
-    """Takes the counter's hooks off while a transform runs, for the stage must train as it does without the counter."""
+    """Takes the counter's hooks off while a transform runs, so that measuring changes nothing in training."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counter = getattr(top and top[0], "__self__", None)
     with ExitStack() as around:
@@ -119,7 +118,7 @@ def _without_counter(message: str) -> Iterator[None]:
 def storages_of(tensor: Any) -> dict[int, int]:
     """Returns the bytes of each storage with the tensor's values, by address; empty if torch does not tell.
 
-    A wrapper tensor (a DTensor, a quantized weight) has its values in inner tensors; a sparse one has no storage.
+    A wrapper tensor (a DTensor, a quantized weight) has its values in inner tensors; a sparse tensor has no storage.
     """
     try:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -127,12 +126,12 @@ def storages_of(tensor: Any) -> dict[int, int]:
             return {address: size for t in inner for address, size in storages_of(t).items()}
         storage = tensor.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
-    except Exception:  # whatever it is: a step does not fail because it is measured
+    except Exception:  # of any kind: measuring must not fail a step
         return {}
 
 
 class Measuring(Part):
-    """Measures units in the first step of a shape: the bytes in their graphs, and the bytes that I leaves to W."""
+    """The feature that measures units in the first step of a shape: bytes in graphs, and bytes left by I to W."""
 
     needs = "is_new"
 
@@ -140,13 +139,13 @@ class Measuring(Part):
         stage = step.stage
         self._modules = stage.modules
         self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
-        self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
+        self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # left by I to W
         self._head = self._head_tokens = 0
-        self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
-        self._is_partial = False  # some of it could not be counted
+        self._head_now = 0  # bytes in the graph of the running unit's head, freed at the end of F
+        self._is_partial = False  # some storages could not be counted
         if not step.batch.training:
             return False
-        # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
+        # Graphs under FSDP2 hold parameters, too, and compiled graphs hide saved tensors.
         return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
 
     @contextmanager
@@ -157,7 +156,7 @@ class Measuring(Part):
             yield
         self._is_partial |= saved.is_partial
         tokens = self._step.lengths[unit.cell]
-        if unit.kept is None:  # else R saves
+        if unit.kept is None:  # else F runs without a graph, and R saves
             unit.saved_bytes = saved.bytes
             self._saved += saved.bytes
             self._saved_tokens += tokens
@@ -168,7 +167,7 @@ class Measuring(Part):
 
     @contextmanager
     def around_head(self, hidden: Tensor) -> Iterator[None]:
-        """Surrounds the forward of a head within F."""
+        """Counts the bytes of a head within the loss, around the head's forward; ``around`` is the hook of F and R."""
         saved = SavedBytes(self._modules, (hidden,))
         with saved:
             yield
@@ -178,11 +177,11 @@ class Measuring(Part):
     def after_backward(self, unit: LiveUnit, received: Received) -> None:
         if unit.tape is None:
             return
-        # What is in places of receivers does not count.
+        # Tensors in receive places do not count.
         given = [*unit.leaves, *(received[0][0] if received is not None else ())]
         places = {address for t in given if isinstance(t, Tensor) for address in storages_of(t)}
         kept, gradients = unit.tape.held_bytes(places)
-        unit.kept_bytes = min(kept, unit.saved_bytes)  # what a recomputation made, F has not saved
+        unit.kept_bytes = min(kept, unit.saved_bytes)  # F has not saved what a recomputation made
         unit.gradient_bytes = gradients + kept - unit.kept_bytes
         self._kept += unit.kept_bytes
         self._gradients += unit.gradient_bytes
@@ -191,7 +190,7 @@ class Measuring(Part):
         self._peak_gradients = max(self._peak_gradients, pending)
 
     def note(self, more: int = 0) -> None:
-        """Notes the peak after units have begun to hold more."""
+        """Raises the peak of saved bytes to the present sum over units; ``more``: bytes on top."""
         live = more
         for unit in self._step.units.values():
             live += unit.saved_bytes - (0 if unit.away is None else unit.away.away_bytes)

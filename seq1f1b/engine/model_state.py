@@ -1,6 +1,6 @@
-"""Makes runs of a model comparable, and undoes them: afterwards the model's state is as before, bit for bit.
+"""Makes runs of a model comparable, and restores the model's state afterwards, bit for bit.
 
-Such a run has no dropout, no compiled code, and one floating dtype throughout.
+A comparable run has no dropout, no compiled code, and a single floating dtype.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ _DROPOUTS = frozenset(
 def keep_state(
     modules: Iterable[nn.Module], dtype: torch.dtype | None, *, parameters: bool = True, gradients: bool = True
 ) -> Iterator[None]:
-    """Gives parameters, buffers and tensor attributes copies of their values, and parameters no gradient, until the
-    end.
+    """Puts copies of values into parameters, buffers and tensor attributes within the context; sets gradients aside.
 
-    The tensor objects stay the same, so everything that refers to them sees the copies: an optimizer, a module, a loss.
+    The tensor objects stay, so optimizers, modules and losses that refer to a tensor see the copy.
 
     Args:
-        dtype: of the copies of floating tensors; None: their own.
-        parameters: False: parameters are not copied, because nothing within changes their values.
-        gradients: False: gradients stay, because no backward runs within. Ranks that are threads may share a parameter.
+        dtype: dtype of copies of floating tensors; None: unchanged.
+        parameters: False: parameters are not copied; for code that does not change parameters.
+        gradients: False: gradients stay; for code without a backward. Ranks that are threads may share a parameter.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     tensors = {id(t): t for part in parts for t in _tensors_of(part)}
@@ -87,7 +86,7 @@ class _Original:
     grad_dtype: torch.dtype | None
 
 
-# Ranks that are threads may share a tensor: the first one takes it, the last one gives it back.
+# Ranks that are threads may share a tensor: the first rank takes the value away, the last rank gives it back.
 _lock = threading.Lock()
 _originals: dict[int, _Original] = {}
 
@@ -106,7 +105,7 @@ def _take(tensor: Tensor, dtype: torch.dtype | None) -> None:
         copy = tensor.data.to(wanted, copy=True)
         tensor.grad = None
         tensor.data = copy
-        if trained and tensor.grad_dtype != wanted:  # it does not follow the dtype: somebody has set it
+        if trained and tensor.grad_dtype != wanted:  # set by somebody, so it does not follow the dtype
             tensor.grad_dtype = wanted
         _originals[id(tensor)] = original
 
@@ -140,7 +139,7 @@ Attributes: TypeAlias = "list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]"
 
 
 def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
-    """The attributes of some modules, for :func:`put_back`: values, and copies of plain containers."""
+    """Returns modules' attributes for :func:`put_back`: values, and copies of plain containers."""
     return [
         (module, {n: (v, v.copy() if type(v) in _CONTAINERS else None) for n, v in module.__dict__.items()})
         for module in modules
@@ -148,7 +147,7 @@ def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
 
 
 def put_back(saved: Attributes) -> None:
-    """Restores attributes, and the elements of plain containers among them."""
+    """Restores modules' attributes, and the elements of plain containers."""
     for module, own in saved:
         for name in module.__dict__.keys() - own.keys():
             del module.__dict__[name]
@@ -166,7 +165,7 @@ def _ids(container: Any) -> list[int]:
 
 
 def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
-    """Returns the first changed attribute, parameter, buffer or module of a module, also with changed elements only."""
+    """Returns the first changed attribute, parameter, buffer or submodule: its module and name; None: no change."""
     for module, own in saved:
         now = module.__dict__
         for name in (*own, *(now.keys() - own.keys())):
@@ -182,7 +181,7 @@ def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
 # -- random state ------------------------------------------------------------------------------------------------------
 
 
-_generators = threading.Lock()  # ranks that are threads: two that read or set torch's at once wait for each other
+_generators = threading.Lock()  # ranks that are threads read and set torch's generators one at a time
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
@@ -219,7 +218,7 @@ class RandomState:
             restore(state)
 
     def is_current(self) -> bool:
-        """Returns whether nobody has drawn a number since."""
+        """Returns whether no number has been drawn since."""
         return all(
             _equal(ours, now)
             for (_, ours), (_, now) in zip(self._states, RandomState(self._device)._states, strict=True)
@@ -238,17 +237,17 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 _stance_lock = threading.Lock()
-_uncompiled = 0  # threads inside `uncompiled`: more than one only where ranks are threads
+_uncompiled = 0  # threads inside `uncompiled`: several if ranks are threads
 _stance: Any = None
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Runs compiled functions as they were written, within the context: dynamo would trace the effects of a mode."""
+    """Runs compiled functions uncompiled within the context, because dynamo would trace the effects of a mode."""
     global _uncompiled, _stance
     with _stance_lock:
         _uncompiled += 1
-        if _uncompiled == 1 and "torch._dynamo" in sys.modules:  # whoever compiled has imported it
+        if _uncompiled == 1 and "torch._dynamo" in sys.modules:  # imported by torch.compile
             _stance = torch.compiler.set_stance("force_eager")
     try:
         yield
@@ -256,18 +255,18 @@ def uncompiled() -> Iterator[None]:
         with _stance_lock:
             _uncompiled -= 1
             if _uncompiled == 0 and _stance is not None:
-                _stance.__exit__(None, None, None)  # back to the caller's
+                _stance.__exit__(None, None, None)  # back to the caller's stance
                 _stance = None
 
 
 class ComparableRun(TorchFunctionMode):
-    """Makes dropout return its input and compiled functions run as they were written, within the context.
+    """Mode in which dropout returns its input, and compiled functions run uncompiled.
 
     Args:
-        dtype: the dtype in which the model runs, if not its own. Casts to a narrower dtype, as for norms or a softmax,
-            and tensors of torch's default dtype come in this dtype, too; autocast is off.
+        dtype: dtype of the run; None: the model's own. Casts to a narrower dtype, as for norms or a softmax, and new
+            tensors of torch's default dtype get the run's dtype, too; autocast is off.
     Attributes:
-        drops: how many numbers forwards dropped with each probability, without recomputation.
+        drops: by probability, the number of elements that forwards gave to dropout, without recomputation.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -328,7 +327,7 @@ class ComparableRun(TorchFunctionMode):
 
 
 def _is_ours() -> bool:
-    """Returns whether an operation of this package called: attention casts its slopes to the dtype of its kernels."""
+    """Returns whether an operation of this package is the caller: attention casts slopes to a kernel's dtype."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").endswith("checks.watch") and frame.f_back is not None:
         frame = frame.f_back
@@ -336,5 +335,5 @@ def _is_ours() -> bool:
 
 
 def is_abstract() -> bool:
-    """Returns whether tensors have no values of their own, as within torch.func."""
+    """Returns whether tensors have no values, as within torch.func."""
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

@@ -1,4 +1,4 @@
-"""Clips by one norm over the gradients of all stages, and tells all ranks of one rank's overflow."""
+"""Clips gradients by a norm over all stages, and tells all ranks of an overflow on any rank."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def total_norm(pipeline: Pipeline, norm_type: float) -> Tensor:
 
 
 def clip(pipeline: Pipeline, total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Clips the rank's gradients by a norm over all stages; raises RuntimeError if it must be finite and is not."""
+    """Clips the rank's gradients by the norm ``total``; ``error_if_nonfinite``: raises RuntimeError for inf, NaN."""
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot clip: "
             "leave out the optimizer's step, or pass error_if_nonfinite=False"
         )
-    for shared in (False, True):  # torch takes DTensors and tensors apart only
+    for shared in (False, True):  # torch refuses DTensors and plain tensors in one call
         own = [p for _, p in pipeline.named_parameters() if hasattr(p.grad, "full_tensor") == shared]
         nn.utils.clip_grads_with_norm_(own, max_norm, total)
 
 
 def _gradients_in_order(pipeline: Pipeline, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
-    """Returns gradients by stage, the loss last, each parameter's once, without parameters whose ids are excluded."""
+    """Returns gradients by stage, the loss last, each once, without parameters with ``excluded`` ids."""
     options = pipeline.options
     parts: list[tuple[int, Any]] = [(pipeline.rank - pipeline.num_ranks, options.embedding), *pipeline.modules.items()]
     if pipeline.has_last or options.head is not None:
@@ -65,7 +65,7 @@ def _norm(gradient: Tensor, norm_type: float) -> float:
 
 
 def share_overflow(pipeline: Pipeline) -> None:
-    """Makes a gradient infinite on every rank if any rank has one: otherwise only its stage would skip. Collective."""
+    """Makes a gradient infinite on every rank after an overflow on any, so that all optimizers skip. Collective."""
     gradients = [p.grad for _, p in pipeline.named_parameters() if p.grad is not None]
     finite = all(bool(torch.isfinite(g).all()) for g in gradients)
     if not all(pipeline.group.all_gather_object(finite)) and finite and gradients:

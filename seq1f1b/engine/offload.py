@@ -1,10 +1,10 @@
-"""Offload: tensors saved by F of a unit go to a tier and come back before the unit's backward.
+"""Offload: moves tensors saved by F of a unit to a tier, and back before the unit's backward.
 
-The order says when (``csrc/core/unit.h``): a unit begins to go at O, is gone at A, begins to come back at L, and is
-back before the backward. The C core moves the bytes (``csrc/run/tier.h``): a thread to a file, or a GPU's copy engines
-to pinned host memory. On a GPU a wait holds up the computing stream, not the host: a tensor is dropped as soon as the
-stream will wait for the copy, and its memory serves only work that is started later on this stream. Nothing here
-decides about the order.
+The order says when (``csrc/core/unit.h``): O begins to move a unit out, A waits for the move and frees the memory, L
+begins to load the unit, and the backward waits for the load. The C core moves the bytes (``csrc/run/tier.h``): a thread
+to a file, or a GPU's copy engines to pinned host memory. On a GPU a wait holds up the computing stream, not the host: a
+tensor is dropped as soon as the stream is told to wait for the copy, because only later work on the stream can get the
+freed memory. Nothing here decides about the order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class TierFacts(NamedTuple):
-    """The kind of a tier, "ext4" or "pinned memory", its room in bytes, and bytes and ns of the last step's moves."""
+    """Facts of a tier: medium ("ext4", "pinned memory"), room in bytes, and bytes and ns of the last step's moves."""
 
     medium: str
     is_memory: bool
@@ -49,12 +49,12 @@ class TierFacts(NamedTuple):
 
 
 class Tier(OfOneProcess):
-    """The tier of one rank, around a handle of the core's.
+    """The tier of one rank: a handle of the C core.
 
     Args:
         device: device of the tensors that move.
-        alignment: bytes, of the memory to which tensors come back.
-        group: handle of the rank's group, whose failures end a wait.
+        alignment: bytes by which the memory of loaded tensors is aligned.
+        group: handle of the rank's group: a failure of the group ends a wait.
     """
 
     num_cells = 0  # of the step's order
@@ -71,13 +71,13 @@ class Tier(OfOneProcess):
 
         Args:
             num_cells: cells of the step's order.
-            most_loads: most units that are away at once.
+            most_loads: most units away at once.
         """
         self.num_cells = num_cells
         _C.tier_begin_step(self.handle, most_loads)
 
     def number(self, stage: int, cell: int) -> int:
-        """Returns the unit's cell counted over all stages, the number by which the executor waits, too."""
+        """Returns a unit's cell counted over all stages, the executor's number for waits, too."""
         return stage * self.num_cells + cell
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
@@ -91,20 +91,20 @@ class Tier(OfOneProcess):
         _C.tier_wait(self.handle, self._group, number)
 
     def step_facts(self) -> TierFacts | None:
-        """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
+        """Returns facts with the last step's ended moves; None once the tier is closed."""
         return None if self.handle is None else TierFacts(*_C.tier_facts(self.handle))
 
     def close(self) -> None:
-        """Releases the tier's room; the executors must have released theirs."""
+        """Releases the tier's room, once no executor holds the tier."""
         self.handle = None
 
     def reset(self) -> None:
-        """Ends moves under way. Until then their memory must stay."""
+        """Ends moves under way. Memory of moved tensors must stay until the end."""
         _C.tier_reset(self.handle)
 
 
 def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
-    """Returns a tier that is a file, for stages on the CPU.
+    """Returns a tier in a file, for stages on the CPU.
 
     Raises:
         OSError: no file can be made, written and read in the directory.
@@ -121,7 +121,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
 
 
 class Offloading(Part):
-    """Moves the saved tensors of a stage's units to the rank's tier, and back: O, A and L."""
+    """The feature that moves saved tensors of units to the rank's tier, and back: passes O, A and L."""
 
     serves = "O"
     _tier: Tier
@@ -131,7 +131,7 @@ class Offloading(Part):
             self._tier = tier
 
     def start(self, step: StageStep) -> bool:
-        self._bytes = 0  # of all units, on their way out
+        self._bytes = 0  # moved out, over all units
         return bool(step.order.moved)
 
     def passes(self) -> Mapping[str, Pass]:
@@ -151,11 +151,11 @@ class Offloading(Part):
         self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
-        """A(m.s): waits until they are gone."""
+        """A(m.s): waits until the tensors are in the tier, and frees their memory."""
         self._step.units[cell].away.gone(self._tier, self._number(cell))
 
     def load(self, cell: int, received: Received) -> None:
-        """L(m.s): finds room, and begins to move them back."""
+        """L(m.s): allocates memory, and begins to move the tensors back."""
         self._step.units[cell].away.load(self._tier, self._number(cell))
         if self._step.measure is not None:
             self._step.measure.note()
@@ -168,7 +168,7 @@ class Offloading(Part):
 
 
 class Saved:
-    """Stands for a tensor in a graph: holds the tensor, or its place in a storage that is away."""
+    """Stand-in for a tensor in a graph: the tensor, or its place in a storage that is away."""
 
     __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
 
@@ -180,12 +180,12 @@ class Saved:
         self.is_changed = False
 
     def look(self) -> bool:
-        """Returns whether the tensor is unchanged since it was saved."""
+        """Returns whether the tensor is unchanged since F."""
         self.is_changed |= self.tensor is not None and self.tensor._version != self._version
         return not self.is_changed
 
     def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
-        """Makes the tensor anew in this storage, as in its own storage, ``skipped`` bytes further."""
+        """Makes the tensor anew in a loaded storage, whose data begin after ``skipped`` bytes."""
         itemsize = self._dtype.itemsize
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
@@ -193,20 +193,20 @@ class Saved:
 
 
 class Away(SavedBytes):
-    """Tensors that the graph of one unit saves, from F to the backward. As a context, collects them.
+    """Saved tensors of a unit's graph, from F to the backward; collected while the context is open.
 
-    A storage moves once, however many tensors lie in it. It stays if it is small; if another owner keeps it, so that
-    memory would not fall (parameters, tensors received by F, a carried state, a cast in autocast's cache); or if one of
-    its tensors was changed in place since, which is an error only if the backward reads the tensor.
+    A storage moves once, with all its tensors. Small storages stay. So do storages with another owner, because memory
+    would not fall (parameters, tensors received by F, a carried state, a cast in autocast's cache), and storages of a
+    tensor changed in place since F, an error only if the backward reads the tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any], device: torch.device) -> None:
         super().__init__(modules, excluded)  # for the count alone
-        self._device = device  # what lies elsewhere stays
+        self._device = device  # tensors on other devices stay
         self._saved: list[weakref.ref[Saved]] = []
         self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
         self.moved_bytes = 0
-        self.away_bytes = 0  # of these, that are in the tier alone
+        self.away_bytes = 0  # moved bytes that lie in the tier alone
 
     def pack(self, tensor: Tensor) -> Any:
         is_strided = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
@@ -269,5 +269,5 @@ class Away(SavedBytes):
         tier.load(number, addresses, [size for size, _ in self._moved])
 
     def back(self) -> None:
-        """Prepares for the backward, which frees each tensor after its last use."""
+        """Drops references to loaded tensors, so that the backward frees each tensor after the last use."""
         self._moved.clear()

@@ -30,7 +30,7 @@ Builder: TypeAlias = "Callable[..., Schedule]"
 
 @dataclass(frozen=True)
 class Loss:
-    """Makes the loss of a step from the losses of segments. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
+    """Rules by which losses of segments become a step's loss: the argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
         reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``: segments
@@ -60,7 +60,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits a rank's waiting for others. The argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
+    """Limits of a rank's waiting for other ranks: the argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
         step: seconds that a peer may make no progress in a step.
@@ -79,31 +79,31 @@ class Limits:
 
     @cached_property
     def longest(self) -> float:
-        """Seconds while a length is new."""
+        """The limit in seconds while a length is new."""
         return max(self.step, self.first_step)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Ways to save memory on a rank. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
+    """Ways to save memory on a rank: the argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
-        recompute: units that keep only their stage's input, and run the stage again just before their backward:
+        recompute: units that save only the stage's input, and run the stage again just before the backward:
             ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units with an R in the
             schedule are recomputed in any case. Both runs draw the same random numbers; a loss that holds the head runs
             once.
         check: whether the first step of a length compares the results of R and F, bit for bit. A stage whose two runs
             differ is an error then, and gives wrong gradients otherwise.
-        blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of the
-            blocks, in 0..1 or a callable of a unit, that units compute again block by block within their backward. The
-            list is a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones
-            are computed again. Units of ``recompute`` run again whole.
-        offload: the place to which saved tensors of units go while other units run. They come back before their
-            backward; their memory is free meanwhile. For stages on the CPU a directory on a fast disk, for a nameless
+        blocks: (name, share): the name of a list of blocks in every stage, for example ``"blocks"``, and the share of
+            the blocks, in 0..1 or a callable of a unit, to compute again block by block within the backward. The list
+            is a ModuleList, ModuleDict or Sequential of modules, each run once in a forward; the first blocks are
+            computed again. Units of ``recompute`` run the whole stage again.
+        offload: a place for saved tensors of units while other units run. The tensors come back before the unit's
+            backward; meanwhile the memory is free. For stages on the CPU a directory on a fast disk, for a nameless
             file that ends with the process; each rank may have a directory of its own. For stages on a GPU
             ``seq1f1b.HOST``, pinned host memory. None: nothing moves.
         units: units that move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
-            None: the units with O, A and L in the schedule, or all if there are none. Recomputed units stay.
+            None: the units with O, A and L in the schedule, or all units if it has no O. Recomputed units stay.
     Raises:
         ValueError, TypeError: a field is invalid, or ``units`` stands without ``offload``; the error names the field.
     """
@@ -132,8 +132,8 @@ class Memory:
 class Options:
     """Checked options of an engine; :class:`seq1f1b.PipelineEngine` describes them.
 
-    The field of an option stands in the group it belongs to, or here. :func:`agreement_of` lists the options that all
-    ranks must give alike.
+    Fields of ``loss``, ``limits`` and ``memory`` are in :class:`Loss`, :class:`Limits` and :class:`Memory`.
+    :func:`agreement_of` lists the options that must be equal on all ranks.
     """
 
     num_microbatches: int
@@ -175,7 +175,7 @@ class Options:
 
     @cached_property
     def count(self) -> Callable[[Any], float] | None:
-        """Counts the targets of a segment; None: as by default."""
+        """The caller's function that counts a segment's targets; None: the default count."""
         return self.loss.weight if callable(self.loss.weight) else None
 
     @cached_property
@@ -218,7 +218,7 @@ def _check_blocks(value: Any) -> None:
 
 
 def check_share(share: Any, whose: str = "") -> float:
-    """Returns the share of blocks that a unit computes again. Raises unless it is a number in 0..1."""
+    """Returns the share of blocks that a unit computes again; raises ValueError unless in 0..1."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
     return float(share)
@@ -271,7 +271,7 @@ def first_family(stages_per_rank: int) -> str:
 
 
 def is_plan(schedule: object) -> TypeGuard[Plan | TunedOrder | str | os.PathLike[str]]:
-    """Returns whether the argument is a plan, or a file of a plan, since it names no schedule."""
+    """Returns whether ``schedule`` is a plan or the path of a plan: a string that names no schedule is a path."""
     return isinstance(schedule, (Plan, TunedOrder, os.PathLike)) or (
         isinstance(schedule, str) and schedule not in (TUNED, *schedules())
     )
@@ -283,9 +283,9 @@ def order_of(
     num_segments: int,
     segment_sizes: Sizes,
 ) -> tuple[Schedule | Builder, dict[str, Any]]:
-    """Returns an engine's argument ``schedule`` as an order, or as a builder of orders; and the other three by name.
+    """Returns an engine's argument ``schedule`` as an order or a builder of orders, and the three further arguments.
 
-    A plan replaces these three.
+    A plan replaces the three.
     """
     if is_plan(schedule):
         if isinstance(schedule, str) and not os.path.isfile(schedule):
@@ -336,7 +336,7 @@ def agreement_of(
     errors.
 
     Args:
-        device: of the stages: messages between GPUs need one on every rank.
+        device: device of the stages: messages between GPUs need a GPU on every rank.
     """
     loss, memory, sizes = options.loss, options.memory, options.segment_sizes
     if sizes is not None and not isinstance(sizes, ModelShape) and not callable(sizes):
@@ -357,7 +357,7 @@ def agreement_of(
         "weights": "fill" if schedule.fills else "planned",
     }
     head, embedding = options.head, options.embedding_shard
-    # What a callable says of each unit is part of the order.
+    # A callable's answers for units are part of the order, and so of its digest.
     found = {"version": __version__}
     found |= {name: "a callable" if callable(value) else repr(value) for name, value in values.items()}
     found |= {

@@ -1,4 +1,4 @@
-"""Builds the order of units for an engine's counts and options, and keeps it in the form that one rank runs."""
+"""Builds orders of units for an engine's counts and options, and the form of an order for one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(
         num_microbatches=num_microbatches,
         num_segments=num_segments,
         stages_per_rank=stages_per_rank,
-        **({} if parents is None else {"parents": parents}),  # a callable of another's knows of chains alone
+        **({} if parents is None else {"parents": parents}),  # a user's callable may know no parents
     )
     if not isinstance(schedule, Schedule):
         raise TypeError(
@@ -47,8 +47,8 @@ def build(
 def with_options(schedule: Schedule, options: Options, device: torch.device) -> Schedule:
     """Returns the order with the units that an engine's options add, as the device of the stages runs it.
 
-    A GPU works behind the host: while the host waits for a message, nobody knows where the GPU waits. So W does not run
-    in waits on GPUs.
+    A GPU works behind the host, so a wait of the host says nothing about the GPU. Therefore W does not fill waits on
+    GPUs.
     """
     schedule = schedule.recompute(options.memory.recompute)
     if schedule.fills and device.type != "cpu":
@@ -111,7 +111,7 @@ def schedule_of_rows(
     Args:
         counts: segments of every micro-batch.
         parents: the segment that each segment follows; None: chains.
-        plan: has the order.
+        plan: a plan with the order; None: ``source`` builds the order.
         source: builds the order without a plan; None: the engine was given neither a callable nor a name.
     """
     if plan is not None:
@@ -141,10 +141,10 @@ def schedule_of_rows(
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """How plain steps run.
+    """The order and the options of plain steps.
 
     Attributes:
-        choice: of a tuned engine, see :mod:`seq1f1b.report.tuning`; None: what the engine was given.
+        choice: the tuner's choice, see :mod:`seq1f1b.report.tuning`; None: the engine's own arguments.
     """
 
     schedule: Schedule
@@ -156,12 +156,12 @@ class StageOrder:
     """Passes of the cells of one stage. A cell is a segment, numbered within the stage over all micro-batches.
 
     Attributes:
-        places: micro-batch and segment of each cell, and whether the cell is the micro-batch's last; in a tree, whether
-            no cell follows.
+        places: micro-batch and segment of each cell, and whether no cell follows: the last of a micro-batch, or a
+            leaf of a tree.
         parents: the cell before each cell, -1 for the first cell of a micro-batch.
         num_children: number of cells behind each cell, in an order of trees; else None.
         units: letter of the pass and cell, in run order.
-        kinds: letters of these passes.
+        kinds: letters of all passes.
         forwards: cells in the order of their F.
         split: cells whose backward is I and W.
         recomputed, moved: cells with an R, and with O, A and L.
@@ -185,7 +185,7 @@ class StageOrder:
 
 
 class RankOrder(OfOneProcess):
-    """An order as one rank runs it: the lowered program, the executor that walks it, and the rank's cells.
+    """An order on one rank: the lowered program, the executor that runs the program, and the rank's cells.
 
     Attributes:
         recomputes: whether any rank recomputes a unit.
@@ -217,7 +217,7 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def most_away(self) -> int:
-        """Returns the most units of the rank that are away, or on their way, at once: from O to the backward."""
+        """Returns the largest number of the rank's units at once between O and the backward."""
         away, most = 0, 0
         moved = {(index, cell) for index, stage in self.stages.items() for cell in stage.moved}
         for letter, stage, microbatch, segment in self.schedule.units_of(self._rank):
@@ -228,7 +228,7 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def texts(self) -> dict[tuple[int, int, int], str]:
-        """Texts of the rank's units, with their stages, by number of the pass, stage and cell."""
+        """The rank's units as texts, with the stage, by number of the pass, stage and cell."""
         return {
             (_C.PASSES.index(letter), index, cell): f"[{index}]{letter}{stage.places[cell][0]}.{stage.places[cell][1]}"
             for index, stage in self.stages.items()
@@ -237,6 +237,6 @@ class RankOrder(OfOneProcess):
 
     @cached_property
     def digest(self) -> str:
-        """Text by which ranks compare an order: its units, its receive places, and whether W fills waits."""
+        """The text for comparing an order between ranks: units, receive places, and whether W fills waits."""
         schedule = self.schedule
         return f"{schedule.digest}, prefetch {schedule._places_text}" + ", W in waits" * schedule.fills

@@ -1,6 +1,7 @@
-"""Features of an engine: work around the units of a stage beyond running them, each a :class:`Part`.
+"""Features of an engine: work around the units of a stage, each feature a subclass of :class:`Part`.
 
-``runner.py`` lists all features. A step calls only the parts that have work in this step.
+``runner.py`` lists all features. A step calls only parts with work in the step. A part of a segment's tokens is
+something else, ``splitting.TokenPart``; a part of a module is a submodule.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ Pass: TypeAlias = Callable[[int, Received], Any]
 
 
 class Part:
-    """Surrounds the units of one stage, for an engine's life. Each hook is empty here; a part overrides the hooks it
-    needs.
+    """A feature at work on one stage, for an engine's life: empty hooks, of which each feature overrides some.
 
     Args:
-        stage: holds the part, so the part must not hold the stage between steps.
-        options: the engine's.
-        tier: place to which units of the rank may move saved tensors; None: no place.
+        stage: the stage. A stage holds its parts, so a part must not hold the stage between steps.
+        options: the engine's options.
+        tier: the rank's tier for saved tensors; None: no tier.
     Attributes:
-        serves: letters of passes: the part is idle in an order without any of them; empty: works in every order.
+        serves: letters of passes: the part is idle in an order that has none of the passes; empty: never.
         needs: an attribute of the step's :class:`Batch`: the part is idle while the attribute is false; "": none.
         is_idle: True: the part is idle in this engine.
     """
@@ -57,10 +57,10 @@ class Part:
         return {}
 
     def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-        """Surrounds all units of the step; ``others``: modules of the rank's other stages."""
+        """Returns a context around all units of a step; ``others``: modules of the rank's other stages."""
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
-        """Surrounds the module and the use of its output, in F, and in R, where ``unit.is_again``."""
+        """Returns a context around the module and the sink of a unit, in F and in R (``unit.is_again``)."""
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
         """Called in F and in R, once the module has returned."""
@@ -72,12 +72,12 @@ class Part:
         """Called after the last unit, when nothing surrounds the units, and before ranks meet at the step's end."""
 
     def figures(self) -> Mapping[str, Any]:
-        """Figures for the report, by name."""
+        """Returns figures for the report, by name."""
         return {}
 
 
 class Constants(Part):
-    """Calls ``check_before_step(step)`` of a stage's modules, as stages of :func:`seq1f1b.split` have it."""
+    """The feature that calls ``check_before_step(step)`` of modules, a method in stages of :func:`seq1f1b.split`."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
@@ -86,7 +86,7 @@ class Constants(Part):
         self.is_idle = not holders
 
     def start(self, step: Any) -> bool:
-        """Raises ValueError where a constant has changed, or an argument is refused."""
+        """Raises ValueError if a constant has changed, or an argument is refused."""
         for check in self._checks:
             check(step)
         return False

@@ -1,6 +1,6 @@
-"""One rank's place in a pipeline: its stages' modules, and the state that all orders share.
+"""A rank's place in a pipeline: modules of the rank's stages, and state shared by all orders.
 
-Modules may say which of how many stages of a model they are; the pipeline must then have each stage once, in order.
+Modules may carry their place among a model's stages; the pipeline must then have each stage once, in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from seq1f1b.unit import ProgramEdge, edges_of
 
 __all__: list[str] = []
 
-_CHANNELS = (  # what edges carry
+_CHANNELS = (  # messages of an edge, by channel
     "activations",
     "gradients",
     "the hidden state",
@@ -48,8 +48,7 @@ _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYP
 @sendable
 @dataclass(frozen=True)
 class EdgeReport:
-    """The transport of messages from one stage to the next, or of gradients back, seen from one of the edge's two
-    ranks.
+    """The transport of an edge, the messages from one stage to another, seen from one of the edge's two ranks.
 
     Attributes:
         peer_rank: the rank at the other end.
@@ -68,12 +67,12 @@ class EdgeReport:
 
 
 class Pipeline(OfOneProcess):
-    """The rank's place in a pipeline, equal for every order: its modules, its edges, its tier, its tied copies.
+    """The rank's place in a pipeline, equal for every order: modules, edges, tier, tied copies.
 
     Args:
         modules: modules of the rank's stages, in ascending order.
-        schedule: says which rank holds which stage.
-        agreement: of all ranks' arguments.
+        schedule: an order with the rank of each stage.
+        agreement: comparison of all ranks' arguments.
     Attributes:
         modules: by stage.
         edges: the rank's edges, once open.
@@ -109,7 +108,7 @@ class Pipeline(OfOneProcess):
         self.tier = self._make_tier()
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()
-        self.device_edges: Any = None  # those between GPUs
+        self.device_edges: Any = None  # edges between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
         if options.transport == "auto" and gpu_part("edges").serve(device, group):
@@ -133,7 +132,7 @@ class Pipeline(OfOneProcess):
         return [without_wrapper(module) for _, module in self.placed_modules()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters of the rank, each once, under their modules' names; copies of tied ones have one name."""
+        """Yields the rank's parameters, each once, by names in modules; copies of a tied parameter have one name."""
         seen: set[int] = set()
         tied = self.tied.names()
         for module in self.bare_modules():
@@ -160,11 +159,11 @@ class Pipeline(OfOneProcess):
         return self._device_transport is not None
 
     def lower(self, schedule: Schedule) -> Any:
-        """Returns the program of an order for ranks with these edges."""
+        """Returns an order as a program of the executor, for edges between GPUs or through host memory."""
         return schedule._lower_for(self.is_between_gpus, self.rank)
 
     def connect(self, program: Any) -> None:
-        """Opens every edge of the program; all ranks in the same order."""
+        """Opens the rank's ends of all edges of a program; all ranks take the edges in equal order."""
         for found in edges_of(program):
             if self.rank in (found.source_rank, found.destination_rank):
                 edge, receiver = _edge_of(found), self.rank == found.destination_rank
@@ -182,7 +181,7 @@ class Pipeline(OfOneProcess):
             self.tier.open(gpu)
 
     def connect_gpus(self) -> None:
-        """Chooses the transport of each edge between GPUs, once all ranks have opened theirs. Collective."""
+        """Chooses the transport of each edge between GPUs, once all ranks have called :meth:`connect`. Collective."""
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self._take_gpu(self.device_edges.gpu)
@@ -198,10 +197,10 @@ class Pipeline(OfOneProcess):
                 yield EdgeReport(edge.source, edge.destination, peer, *found)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
-        """Makes the executor that walks a program over the open edges.
+        """Makes the executor that runs a program over the open edges.
 
         Args:
-            cache: of keys and values.
+            cache: the KV cache.
             fills: whether W runs in waits.
         """
         ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
@@ -220,7 +219,7 @@ class Pipeline(OfOneProcess):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Surrounds a step; only one step runs at a time."""
+        """Marks the pipeline as running within the context; raises if a step runs already."""
         if self._closed or self._running:
             self.check_idle()
         self._running, self.thread = True, threading.get_ident()
@@ -243,7 +242,7 @@ class Pipeline(OfOneProcess):
         self._closed = True
         self._ends.clear()
         if self.device_edges is not None:
-            self.device_edges.close()  # before the tier: it finds out whether the GPU can free anything
+            self.device_edges.close()  # before the tier: tells whether the GPU can free memory
         if self.tier is not None:
             self.tier.close()
         self.group.close()
@@ -260,9 +259,9 @@ Place: TypeAlias = "tuple[int, int, int]"
 
 
 def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
-    """Returns the places that modules of some stages name by their attribute ``pipeline_place``, (index, count).
+    """Returns the places in the attribute ``pipeline_place``, (index, count), of stages' modules.
 
-    A module may be wrapped, as by DDP, or hold several stages of the model, one after the other.
+    A module may be wrapped, as by DDP, or hold several stages of the model in order.
 
     Raises:
         ValueError: the attribute has another form.
@@ -289,8 +288,8 @@ def check_places(everyones: Sequence[Sequence[Place]], rank_of_stage: Sequence[i
     """Raises :class:`Disagreement` unless the stages with a place make one whole model, in order.
 
     Args:
-        everyones: of each rank, :func:`places_of` its stages.
-        rank_of_stage: of the pipeline.
+        everyones: by rank, :func:`places_of` the rank's stages.
+        rank_of_stage: the pipeline's rank of each stage.
     """
     found = sorted((place for theirs in everyones for place in theirs), key=lambda place: place[0])
     wanted = [(index, found[0][2]) for index in range(found[0][2])] if found else []

@@ -1,10 +1,10 @@
-"""Recomputation of whole units, or of some blocks: R makes again the tensors that F did not save.
+"""Recomputation of whole units, or of some blocks: makes tensors again that F did not save.
 
-F runs without a graph. R runs the stage once more from the same input, under the same unit, with the same random
-numbers. The order says which units have an R (``csrc/core/unit.h``); nothing here decides.
+F runs without a graph. R runs the stage again with the input, the unit and the random numbers of F. The order says
+which units have an R (``csrc/core/unit.h``); nothing here decides.
 
-``Memory.blocks`` recomputes a share of the blocks: each of them saves only its input. No unit in the order is needed,
-since every such block is computed again just before its own backward.
+``Memory.blocks`` recomputes a share of the blocks: a recomputed block saves only its input, and is computed again just
+before its own backward, so the order needs no unit for the block.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from seq1f1b.schedule import Unit
 __all__: list[str] = []
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-_generators = threading.RLock()  # torch's default ones belong to the whole process
+_generators = threading.RLock()  # torch's default generators belong to the whole process
 
 
 class Recomputing(Part):
-    """Runs a stage again for units whose F keeps only its arguments: F without a graph, and R."""
+    """The feature that recomputes whole units: F runs without a graph and keeps only arguments, R runs again."""
 
     serves = "R"
 
@@ -44,7 +44,7 @@ class Recomputing(Part):
         self._checks, self._device = options.memory.check, stage.device
 
     def start(self, step: StageStep) -> bool:
-        self._compares = self._checks and step.batch.is_new  # whether R has to compute what F did, bit for bit
+        self._compares = self._checks and step.batch.is_new  # whether R must give F's results, bit for bit
         trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
         self._trains = not isinstance(step.stage.module, nn.Module) or any(trained)
         return bool(step.order.recomputed)
@@ -76,7 +76,7 @@ class Recomputing(Part):
         """R(m.s): makes the tensors that F would have saved. The loss and the outputs are F's."""
         unit = self._step.units[cell]
         kept, unit.kept = unit.kept, None
-        left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
+        left, unit.carried_out = unit.carried_out or {}, None  # R carries the states out again, with graphs
         unit.auxiliary = None
         unit.is_again = True
         enter(unit)
@@ -92,7 +92,7 @@ class Recomputing(Part):
 
 
 class Kept:
-    """State that F leaves to its R: the arguments of the stage, and the state of the random number generators.
+    """State that F leaves to R: arguments of the stage, and states of random number generators.
 
     Args:
         trains: whether the stage has parameters that require grad.
@@ -102,7 +102,7 @@ class Kept:
         self.inputs = inputs
         self._kwargs, self._device, self._trains = kwargs, device, trains
         self._random = generator_states(device)
-        self._read: list[tuple[Tensor, int]] = []  # what F has been given, with its version
+        self._read: list[tuple[Tensor, int]] = []  # tensors given to F, and versions
         for value in (*inputs, *kwargs.values()):
             self.note(value)
 
@@ -113,9 +113,9 @@ class Kept:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Surrounds F: no graph, and no cache of autocast.
+        """Runs F without a graph and without autocast's cache; raises RuntimeError if F changed its input.
 
-        In torch without the fix of pytorch#158232, R would find a weight in the cache that F cast without a graph, and
+        In torch without the fix of pytorch#158232, R would find in the cache a weight cast by F without a graph, and
         the weight's gradient would be lost.
         """
         kind = self._device.type
@@ -131,7 +131,7 @@ class Kept:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Surrounds R: sets the random state of F, and afterwards the state before R."""
+        """Sets the random state of F for R; afterwards restores the state before R."""
         before = generator_states(self._device)
         set_generator_states(self._device, self._random)
         try:
@@ -140,7 +140,7 @@ class Kept:
             set_generator_states(self._device, before)
 
     def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
-        """Returns the output of F, marked if it may need a gradient: only R will tell whether one comes back."""
+        """Returns F's output, marked if a gradient may come: whether the graph needs a gradient, only R will show."""
         if not (output.is_floating_point() or output.is_complex()):
             return output
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())
@@ -149,7 +149,7 @@ class Kept:
 
 
 def one_at_a_time(run: _Run) -> _Run:
-    """Lets no other thread draw random numbers meanwhile, between F's, or between R's, for ranks that are threads."""
+    """Returns ``run`` under a lock on random numbers, for ranks that are threads and share generators."""
 
     def alone(*arguments: Any) -> Any:
         with _generators:
@@ -164,12 +164,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class BlockRecomputing(Part):
-    """Computes some blocks of a stage again, each just before its own backward.
+    """The feature that computes some blocks of a stage again, each just before its own backward.
 
-    The blocks are the first ones of the list that ``Memory.blocks`` names, by its share of them, rounded up.
+    Recomputed are the first blocks of the list in ``Memory.blocks``: the share of the list's length, rounded up.
 
     Raises:
-        ValueError: the stage has no such list, or a block is compiled.
+        ValueError: the stage has no list of the name, or a block is compiled.
     """
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
@@ -204,7 +204,7 @@ class BlockRecomputing(Part):
         return bool(self.modules) and step.batch.training
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
-        """Says how many blocks the unit's backward computes again."""
+        """Sets the number of blocks that the unit's backward computes again."""
         share, m, s = self.share, unit.microbatch, unit.segment
         if unit.cell in self._step.order.recomputed:
             return
@@ -218,7 +218,7 @@ class BlockRecomputing(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Lets a block look at the running unit to see whether its backward computes the block again."""
+        """Replaces the forwards of blocks: a block asks the running unit whether to compute the block again."""
         for at, block in enumerate(self.modules):
             block.__dict__["forward"] = _Forward(block.forward, at)
         try:
@@ -228,11 +228,11 @@ class BlockRecomputing(Part):
                 forward = block.__dict__.pop("forward", None)
                 own = forward.own if isinstance(forward, _Forward) else forward
                 if own is not None and getattr(own, "__func__", None) is not type(block).forward:
-                    block.__dict__["forward"] = own  # the instance had one of its own
+                    block.__dict__["forward"] = own  # the instance had a forward of its own
 
 
 class _Forward:
-    """In place of a block's own forward, while a training step runs."""
+    """The forward of a block in a training step: the block's own, under a checkpoint if computed again."""
 
     def __init__(self, own: Callable[..., Any], at: int) -> None:
         self.own, self._at = own, at

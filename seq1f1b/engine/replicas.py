@@ -1,6 +1,7 @@
 """Stages under DDP and FSDP2: gradients are reduced once per step, in the last backward or after the last W.
 
-Both would reduce in every backward, and DDP, whose forwards and backwards alternate in a pipeline, would do so wrongly.
+DDP and FSDP2 reduce in every backward if left alone. DDP would then go wrong, because forwards and backwards
+alternate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__: list[str] = []
 
 
 class Ddp:
-    """Surrounds the passes of a stage under DDP, for the life of an engine."""
+    """Handler of a module under DDP, for an engine's life: around passes of units."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         if module.static_graph:
@@ -45,7 +46,7 @@ class Ddp:
         """Surrounds a backward.
 
         Args:
-            outputs: the module's, for the last backward; the reducer finds unused parameters by them.
+            outputs: outputs of the module, in which the reducer finds unused parameters.
         """
         if is_last:
             self._is_reducing = self._module.require_backward_grad_sync = True
@@ -54,7 +55,7 @@ class Ddp:
         self._is_reducing = False
 
     def after_weight(self, is_last: bool) -> None:
-        """Starts the reduction after the last W by a backward that adds nothing, which tells DDP of each parameter."""
+        """Starts the reduction after the last W: a backward that adds zeros tells DDP of each parameter."""
         if not is_last:
             return
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
@@ -63,7 +64,7 @@ class Ddp:
             torch.autograd.backward(outputs, [torch.zeros_like(p) for p in parameters])
 
     def end_step(self) -> None:
-        """Gives DDP new buckets after a reduction that failed, as after unpickling.
+        """Ends the step; after a failed reduction gives DDP new buckets, as after unpickling.
 
         DDP would refuse each forward, and the reduction under way still writes to the old buckets.
         """
@@ -79,7 +80,7 @@ class Ddp:
 
 @contextmanager
 def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keeps Python hooks on the parameters from being called in a backward: each has seen its gradients already."""
+    """Takes Python hooks off the parameters within the context: the hooks have seen the gradients already."""
     registered = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
     taken = [dict(hooks) for hooks in registered]
     for hooks in registered:
@@ -92,9 +93,9 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class Fsdp:
-    """Surrounds the passes of a stage under FSDP2, or of a stage with parts under FSDP2.
+    """Handler of a module under FSDP2, or of a module with submodules under FSDP2, for an engine's life.
 
-    Parameters stay whole from their first use in a step to the last backward, and in an evaluation to its end. So all
+    Parameters stay whole from their first use in a step to the last backward, or to the end of an evaluation. So all
     replicas gather equally often, even if a loss that holds the head is not called for segments without targets.
     """
 
@@ -103,7 +104,7 @@ class Fsdp:
 
     @property
     def divisor(self) -> float:
-        """The number by which FSDP2 divides the sum of the replicas' gradients. Torch has only a setter for it."""
+        """The number by which FSDP2 divides the sum of the replicas' gradients; torch has only a setter."""
         factors = (group.gradient_divide_factor for group in self._groups())
         return float(next(factors, None) or self.replicas)
 
@@ -131,13 +132,13 @@ class Fsdp:
             for group in self._groups():
                 group._post_forward_indices.clear()
         yield
-        if is_last and self.roots != [self._module]:  # parts that this unit has not used reduce as well
+        if is_last and self.roots != [self._module]:  # submodules that this unit has not used reduce as well
             self._reduce()
 
     def after_weight(self, is_last: bool) -> None:
-        """Does FSDP2's work after a backward: the last W reduces, others move gradients to the reduction's dtype.
+        """Reduces gradients after the last W; else moves gradients to the reduction's dtype, as after a backward.
 
-        Otherwise the products of several W would be summed in the parameters' dtype.
+        Without the move, the products of several W would be summed in the parameters' dtype.
         """
         if is_last:
             self._set_last(True)
@@ -198,13 +199,13 @@ def _sum(value: float, device: torch.device, groups: Sequence[Any]) -> float:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """Returns a wrapped module's groups of parameters; some torch versions keep one, others several."""
+    """Returns a wrapped module's groups of parameters; torch versions keep one or several."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return hasattr(type(module), "_get_fsdp_state")  # some wrappers have their module's attributes
+    return hasattr(type(module), "_get_fsdp_state")  # of the type: some wrappers pass attributes of their module on
 
 
 def _outermost_sharded(module: nn.Module) -> list[Any]:
@@ -214,14 +215,14 @@ def _outermost_sharded(module: nn.Module) -> list[Any]:
 
 
 def data_parallel(module: Any) -> Ddp | Fsdp | None:
-    """Returns the wrapper's handler for a module; None if nothing of the module is under DDP or FSDP2."""
+    """Returns the handler of a module; None if nothing in the module is under DDP or FSDP2."""
     if isinstance(module, DistributedDataParallel):
         return Ddp(module)
     return Fsdp(module) if isinstance(module, nn.Module) and _outermost_sharded(module) else None
 
 
 def check_parts(place: str, module: nn.Module) -> None:
-    """Refuses DDP on parts of a module, and warns of trained parameters outside of the parts that are under FSDP2."""
+    """Refuses DDP on parts of a module, and warns of trained parameters outside of submodules under FSDP2."""
     parallel = data_parallel(module)
     inner = [] if isinstance(parallel, Ddp) else [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
     if any(dist.get_world_size(part.process_group) > 1 for part in inner):
@@ -243,7 +244,7 @@ def check_parts(place: str, module: nn.Module) -> None:
 def is_reduced(module: nn.Module) -> bool:
     """Returns whether DDP, FSDP or FSDP2 was applied to the module, as a wrapper or in place.
 
-    Their hooks, which C++ holds, wait for autograd to accumulate gradients.
+    Hooks of DDP and FSDP, held by C++, wait for autograd to accumulate gradients.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)

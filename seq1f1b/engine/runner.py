@@ -1,4 +1,4 @@
-"""Runs steps over the rank's stages: the work before the units, around them and after them."""
+"""Runs steps over the rank's stages: the work before, around and after the units."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ FEATURES: tuple[type[Part], ...] = (
     Recomputing,
     Offloading,
     above("first look"),
-    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+    Measuring,  # the innermost, to count tensors kept by the forward, not by other features
 )
 
-MOST_ORDERS = 16  # kept with their programs
+MOST_ORDERS = 16  # orders that a runner keeps, with their programs
 
 
 class Runner:
-    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, the whole model's.
+    """Runner of steps over a pipeline: an engine's own, or, in a verification, the whole model's.
 
     Args:
         schedule: complete order of plain training steps.
@@ -89,16 +89,16 @@ class Runner:
             index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
             for index in pipeline.modules
         }
-        self.orders: dict[Hashable, RankOrder] = {}  # by what makes them; the one that was used last at the end
+        self.orders: dict[Hashable, RankOrder] = {}  # by the key of `order`; the last used at the end
         self.build = build
         can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
-        self.activations: dict[int, Activations] = {}  # by stage, where they were measured
-        self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
-        self._has_had_rows, self._epoch = False, 0  # the group's
-        self._executor: Any = None  # of the units that run
+        self.activations: dict[int, Activations] = {}  # by stage, if measured
+        self.look_seconds: dict[int, float] = {}  # by stage, of the last look
+        self._has_had_rows, self._epoch = False, 0  # the group's epoch at the last meeting
+        self._executor: Any = None  # the executor of the running units
         self._bare = pipeline.bare_modules()
         self._unreduced = [module for _, module in pipeline.placed_modules() if data_parallel(module) is None]
         self._last_was_plain = False  # whether the last step was a plain training step
@@ -116,7 +116,7 @@ class Runner:
 
     @property
     def options(self) -> Options:
-        """The engine's, with the segments of plain steps."""
+        """The engine's options, with the number of segments of plain steps."""
         return self.setting.options
 
     @property
@@ -132,9 +132,9 @@ class Runner:
         """Returns the order of a step.
 
         Args:
-            rows: tokens of a step of rows; None: a plain step.
+            rows: tokens of the segments of every micro-batch, in a step of rows; None: a plain step.
             trees: the segments' parents; None: each segment follows the one before it.
-            plan: has the order of a step of rows.
+            plan: a plan with the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
         parents = None if trees is None else trees.followed
@@ -155,7 +155,7 @@ class Runner:
         return found
 
     def settle(self, arguments: StepArguments) -> None:
-        """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
+        """Takes the tuner's setting for an evaluation, for callers that run units without :meth:`run`. Collective."""
         if self.tuner is not None:
             self.setting = self._tuned(self.tuner, replace(arguments, training=False))
 
@@ -169,7 +169,7 @@ class Runner:
         """
         group = self.pipeline.group
         with self.pipeline.in_use():
-            self._executor = None  # until the units begin: an error before them has no unit
+            self._executor = None  # an error before the units has no unit
             try:
                 with ExitStack() as around:
                     step, losses, seconds = self._run(arguments, around)
@@ -185,7 +185,7 @@ class Runner:
             self._keep(record)
         schedule = record.order.schedule
         self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
-        if not arguments.training:  # other ranks may have left: an error is this one's alone
+        if not arguments.training:  # other ranks may have left: an error stays on this rank
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
@@ -193,12 +193,12 @@ class Runner:
         """Runs the phases of a step; an error of any rank ends the step on all.
 
         Args:
-            around: contexts and callbacks that end with the step.
+            around: the stack of contexts and callbacks that end with the step, or with its error.
         Returns:
             the step, its losses if it trains, and the seconds of its units.
         """
         pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
-        # 1. What failed since this rank's last step; what it was given: an order, and a batch.
+        # 1. Failures since this rank's last step; the order and the batch of this step.
         group.enter()
         for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
             around.callback(parallel.end_step)
@@ -207,7 +207,7 @@ class Runner:
             rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
             arguments = replace(arguments, rows=rows, trees=trees)
         if is_tuned := self.tuner is not None and arguments.rows is None:
-            group.begin_step(training)  # ranks talk from here on
+            group.begin_step(training)  # messages between ranks may follow
             self.setting = self._tuned(self.tuner, arguments)
         self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
@@ -220,15 +220,15 @@ class Runner:
         around.callback(step.end)
         if batch.length:
             step.prepare(batch.length)
-        else:  # a peer may compile for minutes while a shape is new: until the length is learnt, it may be
+        else:  # the length may turn out to be new, and then a peer may compile for minutes
             group.set_limits(options.limits.longest)
-        # 2. The ranks compare what they were given: in the first step, after a failure, and in steps of rows.
+        # 2. The ranks compare their arguments: in the first step, after a failure, and in steps of rows.
         if not is_tuned:
             group.begin_step(training)
         self._meet(arguments, order)
         if training and group.size > 1 and (arguments.loss_weight is not None or batch.by_targets):
             step.share_weights()
-        # 3. The units, and what surrounds them all.
+        # 3. The units, inside the contexts around all units.
         if pipeline.tier is not None:
             around.callback(pipeline.tier.reset)
         if training:
@@ -237,13 +237,13 @@ class Runner:
         self._executor = order.executor
         seconds = self._run_units(step, order)
         if batch.is_new:
-            self._executor = None  # a look's error is no unit's
+            self._executor = None  # an error of a look belongs to no unit
             step.look_back()
             self._executor = order.executor
         if training and group.size > 1:
             group.finish_units(pipeline.rank_of_stage[0])
         # 4. After the units: late division, arguments that require grad, copies of parameters, earlier gradients.
-        losses = step.losses() if training and pipeline.has_last else []  # an error in them adds nothing
+        losses = step.losses() if training and pipeline.has_last else []  # an error here adds no gradients
         factor = self._divide(step) if training and self.divides is not False else 1.0
         if batch.leaves.pairs:
             batch.leaves.propagate(factor)
@@ -255,7 +255,7 @@ class Runner:
         return step, losses, seconds
 
     def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
-        length = 0  # on ranks that do not know it, or are given what is refused later
+        length = 0  # on ranks without inputs, or with inputs that are refused later
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
                 length = sequence_length(arguments.inputs, self.options.seq_dim)
@@ -264,9 +264,9 @@ class Runner:
         return tuner.next(self.last_step if self._last_was_plain else None, length)  # type: ignore[no-any-return]
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
-        """Compares what all ranks were given, in the steps in which they meet; raises on every rank."""
+        """Compares the arguments of all ranks, in steps that need a comparison; raises on every rank."""
         group = self.pipeline.group
-        if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
+        if is_after_failure := self._epoch != group.epoch:  # ranks may have different results of a collective
             self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
         if self.pipeline.agreement.checked_in != group.epoch:
             self.pipeline.agreement.check()
@@ -279,7 +279,7 @@ class Runner:
             self.pipeline.tied.check()
         if samples:
             look_at_batches(samples)
-            # With one segment the loss itself may shift them.
+            # With one segment the loss itself may shift the targets.
             if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
                 look_at_targets(samples)
 
@@ -356,7 +356,7 @@ class Runner:
         return above("report")(self, gather)
 
     def _step_gradients(self) -> StepGradients:
-        """Returns the gradients of a training step; DDP and FSDP2 own those of the modules under them."""
+        """Returns the gradients that a training step keeps apart; under DDP and FSDP2, gradients do not grow wider."""
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)
@@ -369,10 +369,10 @@ class Runner:
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and puts stage and unit in front of the error.
 
-        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
+        The next step waits until every rank has left this step. Gradients are undefined.
         """
         group = self.pipeline.group
-        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+        if isinstance(error, Disagreement):  # raised on every rank
             group.end_step(failed=False)
             return error
         found = error

@@ -1,10 +1,10 @@
-"""Weight gradients of a stage's layers: added by whole backwards in one call, or left by a unit's I to its W.
+"""Weight gradients of a stage's layers: added by B in one call, or left by a unit's I to its W.
 
-While a training step runs, layers compute their output as always, and the graph leads to their weights as always. If
-the order splits the backward, the I of an ``nn.Linear`` makes only the gradients of input and bias; the pair (input,
-output gradient) goes to the unit's tape, and W makes the weight's gradient from the pair. In a whole backward a layer
-adds to its weight's gradient itself, on devices with an op for it (``linear.py``). Autograd makes all remaining
-gradients at I or B, which costs time, never correctness. [Zero Bubble, arXiv:2401.10241]
+In a training step layers compute outputs as always, and graphs lead to weights as always. If the order splits the
+backward, the I of an ``nn.Linear`` makes only the gradients of input and bias; the pair (input, output gradient) goes
+to the unit's tape, and W makes the weight's gradient from the pair. In B a layer adds to the weight's gradient without
+autograd, on devices with an op for the sum (``linear.py``). Autograd makes all remaining gradients at I or B: slower,
+never wrong. [Zero Bubble, arXiv:2401.10241]
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from seq1f1b.engine.stage import Stage, StageStep
 
 __all__: list[str] = []
 
-_WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the output gradients would fill the memory
+_WIDEST = 8  # outputs per input: the output gradients of a wider layer, a head, would fill the memory until W
 
 
 class WeightGradients(Part):
-    """Makes gradients of weights by the product itself, and in W if an order splits the backward.
+    """The feature that makes weight gradients without autograd: in B, or in W if an order splits the backward.
 
     Attributes:
-        adds: whether layers add to gradients themselves in this step.
-        left, added: elements of the weights whose products I left to W, and B added, by the weight's id.
+        adds: whether layers add to gradients without autograd in this step.
+        left, added: by id of a weight, the elements of its gradient that I left to W, and that B added.
     """
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
         self._layers: dict[nn.Module, Layer] = {}
-        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
+        # DDP and FSDP wait for autograd to accumulate; a whole model, the reference of verify, runs in plain torch.
         self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
         self.serves = "" if self._may_add else "W"
 
@@ -53,8 +53,8 @@ class WeightGradients(Part):
         self.adds = self._may_add and step.batch.training
         self.left: dict[int, int] = {}
         self.added: dict[int, int] = {}
-        self._held: dict[int, bool] = {}  # whether somebody holds the node of a weight, by the weight's id
-        self._casts: dict[int, tuple[Tensor, Any, Tensor]] = {}  # a weight, what it was, and its copy for autocast
+        self._held: dict[int, bool] = {}  # by the weight's id: whether a Python object holds its node
+        self._casts: dict[int, tuple[Tensor, Any, Tensor]] = {}  # weight, its key in `cast`, and its copy for autocast
         return bool(step.order.split) or self.adds
 
     def passes(self) -> Mapping[str, Pass]:
@@ -62,12 +62,12 @@ class WeightGradients(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Gives layers whose products wait for W, or that add to gradients, :meth:`Layer.forward` as their forward.
+        """Replaces forwards by :meth:`Layer.forward`, in layers that leave products to W or add to gradients.
 
-        Layers are looked up in each step, because users change modules in between. Layers of a loss leave nothing to W,
-        nor does a layer that shares its weight with anything but a linear layer of the stage.
+        Layers are looked up in each step, because users change modules in between. Layers of a loss leave no product to
+        W, nor does a layer whose weight is used by a module other than linear layers of the stage.
         """
-        torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
+        torch.clear_autocast_cache()  # cached casts hold nodes of weights, and would pass for hooks of a user
         found = {}
         for root in self._step.stage.modules:
             for name, module, waits, adds in _layers_of(root, [*self._step.stage.modules, *others]):
@@ -77,9 +77,9 @@ class WeightGradients(Part):
                     layer.name, layer.waits, layer.adds = name, waits, adds
         self._layers = found
         for module, layer in found.items():
-            vars(module)["forward"] = layer.in_step  # no attribute of torch's: it would be seen as a submodule
+            vars(module)["forward"] = layer.in_step  # past nn.Module.__setattr__
             if module.weight.requires_grad:
-                self.is_hooked(module.weight)  # now, for graphs of units hold nodes as well
+                self.is_hooked(module.weight)  # asked now, before graphs of units hold nodes, too
         try:
             yield
         finally:
@@ -89,28 +89,28 @@ class WeightGradients(Part):
             self._casts.clear()
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
-        """Gives a unit whose backward is I and W its tape."""
+        """Gives the unit a tape if its backward is I and W."""
         if not unit.is_again and unit.cell in self._step.order.split:
             unit.tape = Tape()
 
     def weight(self, cell: int, received: Received) -> None:
-        """W(m.s): makes the gradients of weights that I left."""
+        """W(m.s): makes the weight gradients that I left."""
         unit, parallel = self._step.units[cell], self._step.stage.parallel
         tape, unit.tape = unit.tape, None
         assert tape is not None
         is_last = self._step.order.last_gradients == ("W", cell)
-        is_left = bool(tape.products)  # else it has all run in waits
+        is_left = bool(tape.products)  # else all products have run in waits
         while tape.run_next():
             continue
         if parallel is not None and (is_left or is_last):
             parallel.after_weight(is_last)
 
     def fill(self, cell: int, received: Received) -> bool:
-        """Runs one product of W(m.s) while the rank waits; its I has run. Returns whether any is left."""
+        """Runs a product of W(m.s) while the rank waits, after I(m.s); returns whether any is left."""
         tape = self._step.units[cell].tape
         is_left = tape is not None and tape.run_next()
         if self._step.stage.parallel is not None and not is_left:
-            # The last one has its place in the order, alike on all replicas.
+            # Reductions come with the last W, at its place in the order, equal on all replicas.
             self._step.stage.parallel.after_weight(is_last=False)
         return is_left
 
@@ -121,10 +121,10 @@ class WeightGradients(Part):
         }
 
     def is_hooked(self, weight: Tensor) -> bool:
-        """Returns whether a hook waits for the weight's gradient: then autograd itself must accumulate it.
+        """Returns whether a hook may wait for the weight's gradient: then autograd must accumulate the gradient.
 
-        Hooks of the accumulating node live as long as a Python object holds the node. The first answer for a weight
-        must come before a graph of the stage holds the node, too.
+        Hooks of the accumulating node live as long as a Python object holds the node. The first call for a weight must
+        come before a graph of the stage holds the node, too.
         """
         if id(weight) not in self._held:
             edge = get_gradient_edge(weight)
@@ -132,7 +132,7 @@ class WeightGradients(Part):
         return _has_hooks(weight) or self._held[id(weight)]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Returns the weight in autocast's dtype, cast once per step as autocast does."""
+        """Returns the weight in autocast's dtype, cast once per step as by autocast."""
         key = weight.data_ptr(), weight._version, dtype
         known = self._casts.get(id(weight))
         if known is None or known[1] != key:
@@ -144,12 +144,12 @@ class WeightGradients(Part):
 
 
 class Layer:
-    """An ``nn.Linear``, or an ``nn.Embedding`` with a dense gradient that is the sum over tokens; for an engine's life.
+    """The forward in a step of an ``nn.Linear``, or of an ``nn.Embedding`` whose gradient is a dense sum over tokens.
 
     Attributes:
-        in_step: its forward; one object for all steps, because compiled code that calls the layer checks the object.
-        waits: whether it leaves its product to W, if the unit has one.
-        adds: whether it may add to the gradient itself; False if DDP or FSDP waits for the gradient and holds the node.
+        in_step: :meth:`forward` as one object for all steps, because compiled callers of the layer check the object.
+        waits: whether the product waits for W, in units with a W.
+        adds: whether B may add to the gradient without autograd; False if DDP or FSDP waits for autograd.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Layer:
     def forward(self, input: Tensor) -> Tensor:
         """Replaces the module's own forward while the step runs."""
         module = self.module
-        unit = None if torch.compiler.is_compiling() else current()  # what a compiled backward keeps may be overwritten
+        unit = None if torch.compiler.is_compiling() else current()  # memory of a compiled backward may be overwritten
         tape = unit.tape if unit is not None and self.waits else None
         is_ours = tape is not None or (unit is not None and self.adds and self.part.adds)
         if not is_ours or self._is_autograds(input):
@@ -191,10 +191,10 @@ class Layer:
 
 
 class Use(NamedTuple):
-    """One call of a layer. A plain object: autograd does not look for the weight inside.
+    """A call of a layer. A plain object: autograd does not look for the weight inside.
 
     Attributes:
-        tape: gets the product from I; None: B adds it.
+        tape: takes the product from I; None: B adds the product.
     """
 
     layer: Layer
@@ -202,16 +202,16 @@ class Use(NamedTuple):
     tape: Tape | None
 
     def is_ours(self, ctx: Any) -> bool:
-        """Returns, in a backward, whether autograd need not accumulate the gradient. The graph leads to the weight."""
-        if torch.is_grad_enabled() or _has_hooks(self.weight):  # this backward is to be differentiated, or is watched
+        """Returns, in a backward, whether autograd would accumulate the weight's gradient, and need not."""
+        if torch.is_grad_enabled() or _has_hooks(self.weight):  # create_graph=True, or a hook
             return False
         try:  # False: torch.autograd.grad, or backward(inputs=...), of other tensors
             return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
-        except RuntimeError:  # torch's answer where autograd.grad names the weight
+        except RuntimeError:  # raised if autograd.grad names the weight
             return False
 
     def take_product(self, x: Tensor, dy: Tensor) -> bool:
-        """Leaves ``dy.t() @ x`` to W, or adds it; returns False if only autograd can."""
+        """Leaves the product ``dy.t() @ x`` to W, or adds the product; returns False if only autograd can."""
         part, key = self.layer.part, id(self.weight)
         if self.tape is not None:
             self.tape.products.append((self, x, dy, [t._version for t in (self.weight, x, dy)]))
@@ -223,7 +223,7 @@ class Use(NamedTuple):
         return True
 
     def take_rows(self, ids: Tensor, dy: Tensor, padding: int) -> bool:
-        """Adds the gradient of a table's rows; False: only autograd can."""
+        """Adds ``dy`` to rows of an embedding's gradient; returns False if only autograd can."""
         if linear.add_rows(self.weight, ids, dy, padding):
             self.layer.part.added[id(self.weight)] = self.weight.numel()
             return True
@@ -231,18 +231,18 @@ class Use(NamedTuple):
 
 
 class Tape:
-    """The products that one unit leaves to its W, in the order of its backward.
+    """Products that a unit's I leaves to W, in the order of the backward.
 
     Attributes:
         products: the use of a weight, inputs (tokens, inputs) and output gradients (tokens, outputs), and the versions
-            of all three, by which W finds later changes.
+            of all three tensors: W refuses tensors changed in place since I.
     """
 
     def __init__(self) -> None:
         self.products: deque[tuple[Use, Tensor, Tensor, list[int]]] = deque()
 
     def run_next(self) -> bool:
-        """Adds the next product to its weight's gradient, and drops it; returns whether any is left."""
+        """Adds the next product to the weight's gradient, and drops the product; returns whether any is left."""
         if not self.products:
             return False
         use, x, dy, versions = self.products.popleft()
@@ -270,13 +270,13 @@ class Tape:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` with a backward that adds the weight's gradient itself, or leaves it to a tape."""
+    """``F.linear`` with a backward that adds the weight's gradient, or leaves a product to a tape."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, value: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(x, value)
         ctx.use = use
-        # A product may come out otherwise, in its last bits, of a weight that needs no gradient.
+        # The parameter, not `value`: a product's last bits may depend on whether the weight requires grad.
         output = F.linear(x, use.weight if value.dtype == use.weight.dtype else value, bias)
         # With more than two dimensions the output is a view of the product, which no caller may change in place.
         return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
@@ -284,7 +284,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, value), dy, use = ctx.saved_tensors, dense(dy), ctx.use
-        if torch.is_grad_enabled():  # this backward is to be differentiated
+        if torch.is_grad_enabled():  # create_graph=True
             value = use.weight.to(dy.dtype)
         rows, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = (rows @ value).view(x.shape) if ctx.needs_input_grad[1] else None
@@ -324,19 +324,19 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def deferrable(module: Any) -> list[nn.Linear]:
-    """Returns the linear layers that leave their weights' gradients to W, if no other module uses the weights."""
+    """Returns the linear layers whose weight gradients may wait for W: no other module uses the weights."""
     found = _layers_of(module, [module]) if isinstance(module, nn.Module) else ()
     return [layer for _, layer, waits, _ in found if waits]
 
 
 def _layers_of(module: nn.Module, roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any, bool, bool]]:
-    """Yields the layers of a module that may run differently in a step: a name, the layer, whether its product may wait
-    for W, and whether neither DDP nor FSDP waits for its gradient. Compiled modules stay as they are.
+    """Yields the layers of a module to replace in a step: a name, the layer, whether the product may wait for W, and
+    whether neither DDP nor FSDP waits for the gradient. Leaves out layers in compiled modules.
 
     Args:
-        roots: all modules of the rank, including this one.
+        roots: all modules of the rank, including ``module``.
     """
-    shared: set[int] = set()  # parameters of other modules than linear layers, and those that a module's hook may read
+    shared: set[int] = set()  # parameters that a module other than linear layers, or a module's hook, may read
     reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
     compiled: set[int] = set()  # modules within compiled code
     for root in roots:

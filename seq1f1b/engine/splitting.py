@@ -38,7 +38,7 @@ TokenPart: TypeAlias = tuple[int, int]
 
 
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
-    """Returns k segments of a tensor, tuple or dict of tensors, or this part of each; repeats other values."""
+    """Returns k segments of a tensor, tuple or dict of tensors, or the rank's part of each; repeats other values."""
 
     rank, num_parts = part
 
@@ -61,7 +61,7 @@ def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
 
 
 def check_equal_batches(inputs: Any) -> None:
-    """Raises, before anything runs, if a list's micro-batches differ in batch size: messages have one batch size."""
+    """Raises ValueError if micro-batches of a list differ in batch size, because messages have a single size."""
     firsts = [item[0] if isinstance(item, tuple) and item else item for item in inputs]
     sizes = [first.size(0) if isinstance(first, Tensor) and first.dim() else None for first in firsts]
     for m, size in enumerate(sizes):
@@ -93,7 +93,7 @@ def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], 
 
 
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
-    """Returns M micro-batches of a tensor, tuple or dict of tensors; repeats other values. A list is M already."""
+    """Returns M micro-batches of a tensor, tuple or dict of tensors; repeats other values. A list has M already."""
 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         if tensor.dim() == 0:
@@ -131,10 +131,10 @@ def sequence_length(inputs: Any, dim: int) -> int:
 
 @dataclass
 class Leaves:
-    """Arguments that require grad: units see leaves, whose summed gradients are propagated once at the step's end.
+    """Arguments that require grad, each with the leaf of autograd that units see in place of the argument.
 
-    Two segments that shared the graph behind an argument would run backward through it a second time, and so would two
-    arguments of one graph: all of them are propagated together.
+    Without leaves every segment would run backward through the graph behind an argument. The leaves' summed gradients
+    are propagated in one backward at the step's end, because arguments may share a graph.
     """
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -168,7 +168,7 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
     """Raises unless every tensor keyword has a rule: a guess from sizes could be silently wrong.
 
     Args:
-        is_split: micro-batches are whole segments, so a list of them needs no rule.
+        is_split: each micro-batch is one segment, so a list of micro-batches needs no rule.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
@@ -200,7 +200,7 @@ def split_kwargs(
 
     Args:
         rows: tokens of the segments of each micro-batch.
-        positions: position at which each segment of a micro-batch begins; None: one after another.
+        positions: returns the first position of each segment of a micro-batch; None: segments follow each other.
     """
     per_microbatch: list[dict[str, Any]]
     if isinstance(kwargs, list):
@@ -236,7 +236,7 @@ def segment_sizes(
     """Returns the tokens of the segments of a sequence of ``length`` tokens.
 
     Args:
-        choice: the engine's argument.
+        choice: the engine's ``segment_sizes``.
         num_parts: ranks that share the tokens of each segment.
         documents: lengths of packed documents, for a ``ModelShape``; None: the sequence is one document.
     Raises:

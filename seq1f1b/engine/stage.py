@@ -1,4 +1,4 @@
-"""One stage: its state for all steps, and F and B of its units in one step. The executor says when."""
+"""A stage: state for all steps, and F and B of units in one step, called by the executor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__: list[str] = []
 
 
 class Stage:
-    """A stage of the rank, equal in every step: its module, its place in the pipeline, and its wrappers.
+    """A stage of the rank, equal in every step: module, place in the pipeline, wrappers and features.
 
     Args:
-        features: what an engine may do around its units.
+        features: classes of the features, see ``parts.py``.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether warnings are shown, or only collected.
     """
@@ -54,24 +54,24 @@ class Stage:
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         self.group = pipeline.group
-        self.in_threads = pipeline.group.is_thread  # the others draw from the same generators
+        self.in_threads = pipeline.group.is_thread  # ranks that are threads share random generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
         self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
-        # Ddp or Fsdp of the module and of the head, as far as they are wrapped.
+        # Ddp or Fsdp of the module and of the head, if wrapped.
         self.wrappers: list[Any] = [each for each in (self.parallel, self.head_parallel) if each is not None]
         every = [make(self, options, pipeline.tier) for make in features]
         self.features = [feature for feature in every if not feature.is_idle]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The stage's module, and its loss if the loss is a module."""
+        """The stage's module, and the loss if it is a module."""
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
     @property
     def gradient_divisor(self) -> float | None:
-        """The number by which the sum of this stage's replicas' gradients is divided; None if nothing reduces them."""
+        """The number by which DDP or FSDP2 divides the sum of replicas' gradients; None without DDP and FSDP2."""
         return next((parallel.divisor for parallel in self.wrappers), None)
 
     @property
@@ -82,18 +82,18 @@ class Stage:
 
 
 class StageStep:
-    """A stage's part of one step: runs its module on one unit at a time, and holds the units until the step ends.
+    """A stage in one step: runs the module on a unit at a time, and holds the units until the step ends.
 
-    Every segment has a graph of its own: its inputs are leaves, keys and values pass between segments through the
-    cache, other state through ``carry``. B is ``torch.autograd.backward`` on this graph, so hooks on parameters fire.
+    Every segment has a graph of its own: inputs are leaves of autograd, keys and values pass between segments through
+    the cache, other state through ``carry``. B is ``torch.autograd.backward`` on the graph, so parameters' hooks fire.
 
     Args:
         order: passes of the stage's cells.
         batch: arguments of the step, split.
-        auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
+        auxiliary_seeds: returns the gradients of a unit's auxiliary losses: of the segment, and of the sequence.
     """
 
-    _source: Any = None  # from connect on
+    _source: Any = None  # set by connect
     _sink: Any = None
 
     def __init__(
@@ -107,7 +107,7 @@ class StageStep:
         self.units: dict[int, LiveUnit] = {}  # by cell
         self.lengths = [size for row in batch.rows for size in row]  # in tokens, by cell
         self.has_auxiliary = False
-        self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
+        self.figures: dict[str, Any] = {}  # of all parts, for the report; set by end
         self._module, self._parallel = stage.module, stage.parallel
         self.parts: list[Part] = []
         for part in stage.features:
@@ -116,13 +116,13 @@ class StageStep:
                 part._step = self
                 if part.start(self):
                     self.parts.append(part)
-        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
+        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # Measuring
 
     def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
-        """Sets the source of the stage's inputs, and the sink of its outputs.
+        """Connects the stage to a source of inputs and a sink of outputs; :meth:`Pipeline.connect` opens edges.
 
         Returns:
-            the functions that run units of the stage, by the letter of the pass; ``"fill"`` runs a piece of W.
+            functions that run units of the stage, by the letter of the pass; ``"fill"`` runs a piece of W.
         """
         self._source, self._sink = source, sink
         # A hook that no part has costs nothing.
@@ -134,7 +134,7 @@ class StageStep:
         return passes
 
     def end(self) -> None:
-        """Breaks the cycles of references after the last unit, or after an error; units and figures stay."""
+        """Ends the stage's step, also after an error: breaks cycles of references; units and figures stay."""
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
         for part in self.stage.features:
             part._step = None
@@ -144,14 +144,14 @@ class StageStep:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, cell: int, received: Received) -> tuple[Tensor, ...] | None:
-        """F(m.s). Returns the tensors that cross to another stage."""
+        """Runs F(m.s); returns the tensors to send."""
         order, batch, units = self.order, self.batch, self.units
         m, s, is_last = order.places[cell]
         unit = LiveUnit(self.stage.index, m, s, cell, batch.training, units[order.parents[cell]] if s else None)
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, order.num_children[cell]
-        if batch.num_parts:  # a chain may end in siblings
+        if batch.num_parts:  # a unit of several sibling leaves, also at the end of a chain
             unit.num_parts = batch.num_parts[cell]
             unit.of_tree |= unit.num_parts > 1
         inputs = self._source.inputs(unit, received)
@@ -160,7 +160,7 @@ class StageStep:
         result = self.run(unit, inputs)
         if self._sink.end is not None:
             self._sink.end(unit)
-        if not batch.training:  # no backward follows: only what follows the segment reads what was carried out
+        if not batch.training:  # no backward follows: only the next segment reads carried states
             if unit.previous is not None and not unit.previous.waits_for_others():
                 unit.previous.forget()
             carried_out = None if is_last else unit.carried_out
@@ -169,7 +169,7 @@ class StageStep:
         return result
 
     def run(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        """Runs the module, and gives its output to the sink: in F and in R."""
+        """Runs the module and gives the output to the sink, in F and in R; returns the tensors to send."""
         with ExitStack() as stack:
             for around in self._around:
                 context = around(unit, inputs)
@@ -206,7 +206,7 @@ class StageStep:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, cell: int, received: Received) -> tuple[Tensor | None, ...] | None:
-        """B(m.s); or I(m.s) if W makes the gradients of weights. Returns the tensors that cross to another stage."""
+        """Runs B(m.s), or I(m.s) if W makes the weight gradients; returns the gradients to send."""
         unit = self.units[cell]
         unit.in_backward = True
         roots, seeds = unit.start(self._sink.gradients(unit, received))

@@ -1,4 +1,4 @@
-"""One step of an engine on one rank: the units of its stages, and its results."""
+"""A step of an engine on one rank: units of the rank's stages, and results."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # autocast is for forwards: a backward r
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The last step, kept by the engine until the next one.
+    """Record of the last step, kept by the engine until the next step.
 
     Attributes:
-        sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
+        sizes, siblings: tokens of segments, and of siblings within a segment, as given to the executor.
         length: tokens of the longest micro-batch.
         seconds: time until the host had called all units.
-        figures: of each stage, measurements of its parts, by name.
-        logit_bytes: of the rank's shard of the vocabulary, at their peak.
+        figures: by stage and name, measurements of features.
+        logit_bytes: peak bytes of logits in the rank's shard of the vocabulary.
         tokens: tokens of all sequences, on the rank of the first stage.
     """
 
@@ -68,12 +68,12 @@ class StepRecord:
 
 
 class Step:
-    """One step of the rank, dropped at its end with everything that units left behind.
+    """A step of the rank, dropped at the end with all state of units.
 
     Args:
         batch: checked arguments.
         order: order of the step's units.
-        options, stages, pipeline: the engine's own.
+        options, stages, pipeline: those of the engine.
         known_shapes: (training, tokens, k) of earlier steps.
     """
 
@@ -88,13 +88,13 @@ class Step:
     ) -> None:
         self.batch, self._order, self._options, self._stages = batch, order, options, stages
         self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
-        self._head: HeadStep | None = None  # this rank's shard of the output layer, where that is spread
+        self._head: HeadStep | None = None  # the rank's shard of the output layer, if spread
         if options.head is not None:
             is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
             self._head = HeadStep(
                 options.loss_fn, pipeline.rank_of_stage[-1], last, training=batch.training, is_mean=is_mean
             )
-        self._embedding: EmbeddingStep | None = None  # the same of the input embedding
+        self._embedding: EmbeddingStep | None = None  # the rank's shard of the input embedding, if spread
         if options.embedding is not None:
             self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=batch.training)
         self._autocast = torch.is_autocast_enabled(self._device.type)
@@ -103,12 +103,12 @@ class Step:
         self._weighting: Weighting | None = None
         self._stage_steps: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
-        self._fills: dict[int, Pass | None] = {}  # by stage, what runs a piece of W
-        self.around: ExitStack | None = None  # left after the last unit, once units have begun
-        self.has_parts = False  # whether a part surrounds units, once they are known
+        self._fills: dict[int, Pass | None] = {}  # by stage: runs a piece of W
+        self.around: ExitStack | None = None  # contexts around all units, while units run
+        self.has_parts = False  # whether a feature has work; set by prepare
 
     def share_weights(self) -> None:
-        """Tells all ranks the micro-batches' weights if targets decide them: auxiliary losses need them. Collective."""
+        """Shares weights of micro-batches found by targets with all ranks, for auxiliary losses. Collective."""
         batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
         if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
             self.prepare(length)
@@ -118,18 +118,18 @@ class Step:
     # -- the executor's ----------------------------------------------------------------------------------------------
 
     def run(self, kind: int, stage: int, cell: int, received: Received) -> Any:
-        """Runs a unit."""
+        """Runs a unit; called by the executor."""
         return self._passes[stage][kind](cell, received)
 
     def fill(self, stage: int, cell: int) -> bool:
-        """Runs a part of W while the executor waits; returns whether any is left."""
+        """Runs a piece of W while the executor waits; returns whether any is left."""
         fill = self._fills.get(stage)
         return fill is not None and bool(fill(cell, None))
 
     def prepare(self, length: int) -> list[int]:
-        """Splits the rank's arguments and makes all that units need; returns the segment sizes.
+        """Splits the rank's arguments and sets up the units; returns the segment sizes.
 
-        A rank that was not given the length learns it from the first message, with which the executor calls this.
+        On a rank without inputs, the executor calls ``prepare`` with the length from the first message.
         """
         batch, options = self.batch, self._options
         batch.split(length)
@@ -177,10 +177,10 @@ class Step:
         self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     def surround(self, around: ExitStack) -> None:
-        """Enters the contexts that parts put around all units, such as forwards of layers, once the units are known.
+        """Enters the features' contexts around all units, :meth:`Part.in_step`, once the units are known.
 
         Args:
-            around: left after the last unit.
+            around: the stack of contexts, left after the last unit.
         """
         for own in self._stage_steps.values():
             others = [m for other in self._stage_steps.values() if other is not own for m in other.stage.modules]
@@ -190,15 +190,15 @@ class Step:
                     around.enter_context(context)
 
     def look_back(self) -> None:
-        """Does work for the first step of a shape, after the last unit, when nothing surrounds units any more."""
+        """Calls the features' ``look_back`` in the first step of a shape, after the units and outside of contexts."""
         for part in chain.from_iterable(stage_step.parts for stage_step in self._stage_steps.values()):
             part.look_back()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def divisor(self) -> tuple[bool | None, float, bool]:
-        """Returns, after the last unit: whether the loss came with its divisor (None: no loss was called), the
-        gradients' factor then, and whether a stage of the rank has given auxiliary losses.
+        """Returns, after the last unit: whether the loss has a divisor (None: no loss was called), the
+        gradients' factor, and whether a stage of the rank has added auxiliary losses.
         """
         has_auxiliary = any(each.has_auxiliary for each in self._stage_steps.values())
         loss, weighting = self._loss, self._weighting
@@ -226,13 +226,13 @@ class Step:
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
-        """Ends the step's parts, after the last unit or an error."""
+        """Ends the step of stages and shards, after the last unit or an error; ``Sink.end`` ends the F of a unit."""
         for each in (*self._stage_steps.values(), self._head, self._embedding):
             if each is not None:
                 each.end()
 
     def losses(self) -> list[Tensor]:
-        """Returns losses of the M micro-batches, or of all their tokens, on the last stage's rank; [] elsewhere."""
+        """Returns losses of the M micro-batches, or of all tokens, on the last stage's rank; [] elsewhere."""
         if self._last is None or self.batch.target is None:
             return []
         found = self._loss if self._head is None else self._head
@@ -250,7 +250,7 @@ class Step:
         return combine(found.losses, self.batch.rows, self._weighting.scale)
 
     def outputs(self) -> list[Any] | None:
-        """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
+        """Returns the outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
         if self._last is None:
             return None
         units = self._stage_steps[self._last.index].units
@@ -262,7 +262,7 @@ class Step:
         """Returns the record of the step, once it has ended.
 
         Args:
-            seconds: of all units.
+            seconds: seconds of all units.
         """
         batch, tokens = self.batch, 0
         if self._pipeline.has_first:

@@ -1,6 +1,6 @@
-"""Parameters that several stages hold as copies of one, such as an embedding that is also the head.
+"""Tied parameters: copies of one parameter on several stages, for example of an embedding that is also the head.
 
-Copies are made at the cut of a model (``copies.py``). A step sums their gradients.
+``copies.py`` makes the copies when a model is cut. A step sums the copies' gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seq1f1b.transport.agreement import Disagreement
 
 __all__: list[str] = []
 
-# Copies come apart with the first step of an optimizer that differs, be it after many steps of the engine.
+# Unlike optimizers drive copies apart in their first step, perhaps after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _LIST = "tied_parameters"
 
@@ -34,7 +34,7 @@ class _Copy(NamedTuple):
 
     Attributes:
         text: name and place; the tie's name if no module has registered the parameter.
-        is_held: a module has registered the parameter.
+        is_held: whether a module has registered the parameter.
     """
 
     text: str
@@ -43,14 +43,14 @@ class _Copy(NamedTuple):
 
 
 class TiedParameters:
-    """Sums the gradients of each parameter's copies over the ranks, so that equal copies stay equal.
+    """Tied parameters of a rank: sums the copies' gradients over the ranks, so that equal copies stay equal.
 
-    A stage's attribute ``tied_parameters``, a dict of parameters by name, says which of its parameters have copies on
-    other stages: copies have the name in common. Every exchange goes by the sorted names of all ranks. A warning names
-    bit-equal parameters outside of these lists that are likely one parameter of the model.
+    A stage's attribute ``tied_parameters``, a dict by name, lists parameters with copies on other stages. A tie is a
+    name in these lists: its copies are one parameter of the unsplit model. Exchanges go through ties in sorted order. A
+    warning names bit-equal parameters outside of the lists that are likely one parameter of the model.
 
     Args:
-        modules: of the rank, each with its place in words.
+        modules: modules of the rank, each with its place in words.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], group: RankGroup) -> None:
@@ -58,16 +58,16 @@ class TiedParameters:
         is_alone = group.size == 1 and len(modules) == 1
         # Pairs that are bit-equal and not listed, once the ranks have met.
         self.equal: list[str] | None = [] if is_alone else None
-        self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
+        self._met_in = -1  # the group's epoch of the last meeting
         self.has_lists = False  # a module lists ties
-        # What each module lists, and its paths in the stage, by the module's id and the tie's name.
+        # By a module's id and a tie: the listed parameter, and its paths in the stage.
         self._known: dict[tuple[int, str], tuple[Any, list[str]]] = {}
-        self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
-        self._described: Described = {}  # the same for the others
-        self._everyones: list[Described] = []  # of all ranks, as they were taken over
+        self._copies: dict[str, list[_Copy]] = {}  # this rank's distinct copies, by tie
+        self._described: Described = {}  # `_copies`, as other ranks get it
+        self._everyones: list[Described] = []  # `_described` of all ranks, as last taken over
         self._holders: dict[str, list[int]] = {}
         self._problem = ""  # why this rank's copies cannot be taken
-        self._steps = self._compared = 0  # training steps, and of these up to the last comparison
+        self._steps = self._compared = 0  # training steps: all, and up to the last comparison
         self._is_apart = False
         self._read()
         if self._problem:
@@ -88,13 +88,13 @@ class TiedParameters:
                     for name, parameter in list((listed or {}).items()):
                         paths = named.get(id(parameter), [])
                         known, before = self._known.get((id(part), name), (None, paths))
-                        if known is parameter and len(paths) < len(before):  # the stage has another one in its place
+                        if known is parameter and len(paths) < len(before):  # the stage has a new one instead
                             parameter, paths = held(root, {name: before}, place)[name], before
                             if isinstance(listed, (MutableMapping, nn.ParameterDict)):
-                                listed[name] = parameter  # so that all who read it see what the module holds
+                                listed[name] = parameter  # so that readers of the list see the module's
                         listings[id(part), name] = parameter, paths
                         own = found.setdefault(name, [])
-                        is_known = any(parameter is copy.parameter for copy in own)  # one at both ends of a stage
+                        is_known = any(parameter is copy.parameter for copy in own)  # listed twice on a stage
                         if not is_known:
                             own.append(_copy(name, parameter, place, paths))
             self._copies, self._described, self._known = found, _described(found), listings
@@ -106,13 +106,13 @@ class TiedParameters:
         return [copy.parameter for own in self._copies.values() for copy in own]
 
     def names(self) -> dict[int, str]:
-        """Returns the names of the rank's copies in the whole model, by the copies' ids."""
+        """Returns the names of the rank's copies in the whole model, by id of the copy."""
         if self.has_lists:
             self._read()
         return {id(copy.parameter): name for name in sorted(self._copies, reverse=True) for copy in self._copies[name]}
 
     def counted_elsewhere(self) -> set[int]:
-        """Returns ids of the copies on the rank that a norm over all ranks must leave out."""
+        """Returns the ids of the rank's copies to leave out of a norm over all ranks."""
         return {
             id(copy)
             for name, own in self._held()
@@ -123,18 +123,18 @@ class TiedParameters:
     # -- the ranks meet ------------------------------------------------------------------------------------------------
 
     def meet(self, beside: Callable[[], Any] | None = None) -> list[Any]:
-        """Finds the copies, and makes them equal; after a failed step compares them. Collective over the pipeline,
-        within a step or between two.
+        """Finds the copies of all ranks, and makes copies equal; after the first training step compares copies instead.
 
-        A rank may fail when others have not yet left; so all meet again after a failed step.
+        Collective over the pipeline, within a step or between steps. The ranks meet once, and again after a failed
+        step, because a rank may fail before all ranks have left the meeting.
 
         Args:
-            beside: makes a value for the other ranks.
+            beside: makes a value for all ranks.
         Returns:
-            these values of all ranks; an empty list if the ranks have met before.
+            the values of all ranks; an empty list if the ranks have met before.
         """
         if self._met_in == self._group.epoch:
-            if self.has_lists:  # whose modules may hold or list other parameters now, or changed ones
+            if self.has_lists:  # modules may hold or list other parameters now
                 self._read()
             return []
         self._read()
@@ -148,7 +148,7 @@ class TiedParameters:
         self._take([described for described, *_ in found])
         if any(has_stepped for _, _, has_stepped, *_ in found):
             self._compare()
-        else:  # copies take the values of the first one, as DistributedDataParallel's replicas do
+        else:  # copies take the values of the first copy, as DistributedDataParallel's replicas do
             with torch.no_grad():
                 for name, own in self._held():
                     first = self._of_first(name, own[0])
@@ -159,15 +159,15 @@ class TiedParameters:
         return [told for *_, told in found]
 
     def check(self) -> None:
-        """Raises, before a step's units, if the rank's parameters cannot be taken. The others hear of the error."""
+        """Raises ValueError before a step's units if the rank's lists are wrong or late. The step then fails on all."""
         late = self._copies.keys() - self._holders.keys()
         if self._problem or late:
             text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
             raise ValueError(self._problem or text)
 
     def _take(self, everyones: list[Described]) -> None:
-        """Takes over who holds which copies. Raises on every rank if copies are unlike, or have hooks."""
-        self._everyones = []  # where this raises, the next step takes them over anew
+        """Takes over the copies of each rank. Raises on every rank if copies are unlike, or have hooks."""
+        self._everyones = []  # after an error the next step takes over anew
         holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
             for name in sorted(set().union(*everyones))
@@ -190,7 +190,7 @@ class TiedParameters:
                 yield name, [copy.parameter for copy in self._copies[name]]
 
     def _of_first(self, name: str, own: nn.Parameter) -> Tensor:
-        """Returns the values of a tie's first copy. Collective over its holders."""
+        """Returns the values of a tie's first copy. Collective over the tie's ranks."""
         first, *others = self._holders[name]
         if first == self._group.rank:
             self._group.exchange(own.detach(), others, [], own)
@@ -201,7 +201,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def end_step(self, gradients: StepGradients) -> None:
-        """Sums the step's gradients of copies in rank order, so that all copies get the same bits.
+        """Ends a step: sums the copies' gradients in rank order, so that all copies get equal bits.
 
         Compares the copies now and then, and after a rank's copies were replaced. Raises on every rank if copies have
         come apart.
@@ -213,7 +213,7 @@ class TiedParameters:
         sums = {name: _sum([gradients.added(copy) for copy in own]) for name, own in self._held()}
         dtypes = {name: str(added.dtype).removeprefix("torch.") for name, added in sums.items() if added is not None}
         lost = self._lost(dtypes) if self._steps == 1 else ""
-        # Also where the ranks meet: from here on nobody fails the step with a transfer under way.
+        # All ranks wait here: afterwards no rank fails the step with a transfer under way.
         found = self._group.all_gather_object((dtypes, self._described, self._bytes() if is_due else None, lost))
         _refuse([text for *_, text in found])
         described = [theirs for _, theirs, *_ in found]
@@ -238,7 +238,7 @@ class TiedParameters:
                 gradients.replace(copy, total)
 
     def _lost(self, having: Collection[str]) -> str:
-        """Returns a text about a copy outside of all modules without a gradient; ``having``: names with one."""
+        """Returns an error if a copy outside of all modules got no gradient; ``having``: ties with a gradient."""
         for name, (copy, *_) in self._copies.items():
             if name not in having and not copy.is_held and copy.parameter.requires_grad:
                 return (
@@ -271,7 +271,7 @@ class TiedParameters:
         """Compares copies by sums over their bytes.
 
         Args:
-            everyones: sums of all ranks, by rank; None: they are gathered.
+            everyones: sums of all ranks, by rank; None: gathers the sums.
         """
         if everyones is None:
             everyones = self._group.all_gather_object(self._bytes())
@@ -351,7 +351,7 @@ def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
 
 
 def _kind(parameter: nn.Parameter, names: Mapping[int, Sequence[str]], name: str) -> str:
-    """Returns the kind, equal for all copies; ``names``: of all ties whose copy each parameter is."""
+    """Returns shape, dtype and training of a copy, equal within a tie; ``names``: by id, the ties of a parameter."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     kind += ", without memory (meta)" if parameter.is_meta else ""

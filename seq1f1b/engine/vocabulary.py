@@ -20,7 +20,7 @@ _Shard = TypeVar("_Shard", bound="VocabularyShard")
 
 
 class VocabularyShard(nn.Module):
-    """A layer with a row for each word of a vocabulary, of which the rank holds some: base of the two below."""
+    """Base of layers with a row for each word of a vocabulary, whose rows are split over the ranks."""
 
     def __init__(self, vocab: int, hidden: int, rank: int | None, num_ranks: int | None, name: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class VocabularyShard(nn.Module):
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Rows of each rank."""
+        """The number of rows on each rank."""
         base, more = divmod(self.vocab, self.num_ranks)
         return [base + (rank < more) for rank in range(self.num_ranks)]
 
@@ -51,26 +51,26 @@ class VocabularyShard(nn.Module):
 
     @property
     def layer(self) -> nn.Module:
-        """The rows of this shard."""
+        """The layer with the shard's rows."""
         return self.get_submodule(self.name)
 
     @property
     def rows(self) -> slice:
-        """The rows of the whole weight that this shard holds."""
+        """The shard's range of rows in the whole weight."""
         return slice(self.first_row, self.first_row + self.shard_sizes[self.rank])
 
     def holds(self, tokens: Tensor) -> Tensor:
-        """Returns whether this shard holds the row of each token."""
+        """Returns, for each token, whether the shard holds the token's row."""
         return torch.logical_and(tokens >= self.rows.start, tokens < self.rows.stop)
 
     @property
     def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """The first row of each parameter, and how many rows the whole has; for checkpoints."""
+        """The first row of each parameter, and the number of rows of all shards; for checkpoints."""
         return dict.fromkeys(self.layer.parameters(), (self.first_row, self.vocab))
 
     @torch.no_grad()
     def load_whole(self, weight: Tensor) -> None:
-        """Copies this shard's rows of the whole weight, (vocab, hidden)."""
+        """Copies the shard's rows of the whole weight, (vocab, hidden)."""
         if weight.shape != (self.vocab, self.hidden):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
         self.layer.get_parameter("weight").copy_(weight[self.rows])
@@ -93,9 +93,9 @@ class VocabularyParallelHead(VocabularyShard):
     over targets other than ``ignore_index``, as in :func:`torch.nn.functional.cross_entropy`.
 
     Args:
-        hidden, vocab: sizes of the hidden state and of the whole vocabulary; ranks hold its rows in order, the first
-            ranks a row more if the number of ranks does not divide the vocabulary.
-        rank, num_ranks: number of this shard and of all shards; default: those of the default process group, or 0 of 1.
+        hidden, vocab: sizes of the hidden state and of the whole vocabulary; ranks hold rows in order, the first ranks
+            a row more if the number of ranks does not divide the vocabulary.
+        rank, num_ranks: number of the shard and of all shards; default: as in the default process group, or 0 of 1.
         bias: whether the layer has a bias.
         name: name of the layer in the unsplit model, for checkpoints: the parameters are ``head.weight`` and
             ``head.bias``.
@@ -103,10 +103,10 @@ class VocabularyParallelHead(VocabularyShard):
         z_loss: weight of the mean of squares of the logarithm of the softmax's denominator, added to the loss.
         ignore_index: targets that do not count. Values other than -100 need the engine's ``loss_weight``, too.
         token_loss: in place of cross entropy, a loss of one value per token: called with the targets' log-probabilities
-            (...), 0 for ignored targets, and a dict of ``"labels"`` and ``per_token``; returns (...), which ``step``
-            and ``eval`` return. Every rank calls the function, so it must draw no random numbers.
-        per_token: names of tensors that the target, then a dict, may hold beside ``"labels"``, each (..., more), as the
-            target of :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
+            (...), 0 for ignored targets, and a dict of ``"labels"`` and ``per_token``; returns (...), the result of
+            ``step`` and ``eval``. Every rank calls the function, so no random numbers may be drawn.
+        per_token: names of tensors in the target, then a dict, beside ``"labels"``, each (..., more), as in the
+            target of :class:`seq1f1b.data.PrefixTrees`: ``("weights", "advantages")``.
         dtype, device: of the weight, (rows of the shard, hidden), and of the bias.
     Raises:
         ValueError: a number is out of range, or a shard would have no row.
@@ -146,14 +146,14 @@ class VocabularyParallelHead(VocabularyShard):
 
     @property
     def linear(self) -> nn.Linear:
-        """The rows of this shard."""
+        """The ``nn.Linear`` with the shard's rows."""
         linear = self.layer
         assert isinstance(linear, nn.Linear)
         return linear
 
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies this shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
+        """Copies the shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
         super().load_whole(weight)
         if bias is not None:
             self.linear.bias.copy_(bias[self.rows])
@@ -168,8 +168,7 @@ class VocabularyParallelHead(VocabularyShard):
         )
 
     def forward(self, hidden: Tensor, target: Any = None) -> Tensor:
-        """Returns the logits of this shard, (..., rows); with a target, and on one rank, the mean loss, or
-        ``token_loss``'s.
+        """Returns the shard's logits, (..., rows); with a target, on a single rank, the mean loss or ``token_loss``'s.
 
         Args:
             hidden: (..., hidden). target: (...), row numbers of the whole vocabulary, or ``ignore_index``.
@@ -192,7 +191,7 @@ class VocabularyParallelHead(VocabularyShard):
     # -- a loss of tokens
 
     def read_target(self, target: Any) -> tuple[Any, list[Tensor | None]]:
-        """Returns the labels, and each tensor of ``per_token``, None if left out. Raises ValueError."""
+        """Returns the labels, and each tensor of ``per_token`` (None if left out). Raises ValueError if unfit."""
         if not isinstance(target, Mapping):
             return target, [None] * len(self.per_token)
         if self.token_loss is None:
@@ -218,7 +217,7 @@ class VocabularyParallelHead(VocabularyShard):
         return torch.where(labels != self.ignore_index, of_labels, 0.0)
 
     def losses_of_tokens(self, log_probs: Tensor, labels: Tensor, more: Sequence[Tensor | None]) -> Tensor:
-        """Calls ``token_loss`` on the log-probabilities. Raises ValueError unless it returns one value per token."""
+        """Returns ``token_loss`` of log-probabilities. Raises ValueError unless each token has a value."""
         assert self.token_loss is not None
         named = {name: value for name, value in zip(self.per_token, more, strict=True) if value is not None}
         values = self.token_loss(log_probs, {"labels": labels, **named})
@@ -230,20 +229,20 @@ class VocabularyParallelHead(VocabularyShard):
     # -- the arithmetic of S and T
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns statistics of this shard's logits for the other ranks, (3 or 4, tokens).
+        """Returns statistics of the shard's logits for all ranks, (3 or 4, tokens).
 
-        They are the maximum, the sum of exponentials, the target's logit, and, with smoothed labels, the sum of logits.
+        Rows: the maximum, the sum of exponentials, the target's logit, and, with smoothed labels, the sum of logits.
         """
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         most = flat.amax(1)
-        # The largest of log_softmax is minus the logarithm of the sum of exponentials of what lies below the maximum.
+        # max(log_softmax) = -log(sum(exp(logit - maximum))), so exp of its negative is the sum.
         index, is_here = self._row_of(target)
         of_target = flat.gather(1, index[:, None])[:, 0] * is_here
         rows = [most, torch.log_softmax(flat, 1).amax(1).neg_().exp_(), of_target]
         return torch.stack([*rows, flat.sum(1)] if self.label_smoothing else rows)
 
     def combine(self, everyones: Sequence[Tensor]) -> Statistics:
-        """Joins the statistics of all ranks in their order, so each rank gets the same bits."""
+        """Joins the statistics of all ranks in their order, so each rank gets equal bits."""
         most = torch.stack([each[0] for each in everyones]).max(0).values
         denominator, of_target, total = torch.zeros_like(most), torch.zeros_like(most), torch.zeros_like(most)
         for each in everyones:
@@ -260,15 +259,15 @@ class VocabularyParallelHead(VocabularyShard):
         return losses + self.z_loss * found.log_sum.square() if self.z_loss else losses
 
     def logit_gradients(self, logits: Tensor, target: Tensor, own: Tensor, found: Statistics, scale: Tensor) -> Tensor:
-        """Returns gradients of this shard's logits; 0 for ignored targets.
+        """Returns gradients of the shard's logits; 0 for ignored targets.
 
         Args:
-            own: :meth:`statistics` of these logits.
+            own: :meth:`statistics` of the logits.
             scale: gradient of one token's loss.
         """
         flat = logits.detach().reshape(-1, logits.shape[-1])
         scales = (target != self.ignore_index).reshape(-1) * scale.to(own.dtype)
-        share = own[1] * (own[0] - found.log_sum).exp()  # of the softmax's denominator
+        share = own[1] * (own[0] - found.log_sum).exp()  # the shard's, of the softmax's denominator
         if self.z_loss:
             share *= 1 + 2 * self.z_loss * found.log_sum
         gradient = torch.softmax(flat, 1, dtype=own.dtype)
@@ -276,12 +275,12 @@ class VocabularyParallelHead(VocabularyShard):
         if self.label_smoothing:
             gradient -= (self.label_smoothing / self.vocab * scales)[:, None]
         index, is_here = self._row_of(target)
-        rows = torch.arange(len(index), device=index.device)  # a mask's would be counted, and the host would wait
+        rows = torch.arange(len(index), device=index.device)  # a mask as index would make the host wait
         gradient[rows, index] -= (1 - self.label_smoothing) * scales * is_here
         return gradient.to(logits.dtype).view_as(logits)
 
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the targets' rows in this shard (any row for foreign ones), and whether each counts and lies here."""
+        """Returns the targets' rows in the shard (any row if elsewhere), and whether a target counts and lies here."""
         flat = target.reshape(-1)
         index = (flat - self.first_row).clamp(0, self.shard_sizes[self.rank] - 1)
         return index, self.holds(flat) & (flat != self.ignore_index)
@@ -330,15 +329,15 @@ class VocabularyParallelEmbedding(VocabularyShard):
         return f"VocabularyParallelEmbedding({self.vocab}, {self.hidden})"
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Embeds numbers of this shard's rows: (...) -> (..., hidden)."""
+        """Embeds numbers of rows in the shard: (...) -> (..., hidden)."""
         embedded: Tensor = self.layer(rows)
         return embedded
 
     def find(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Finds the tokens whose rows this shard holds: their positions, and their rows in the shard.
+        """Returns positions of the tokens with a row in the shard, and the numbers of the rows in the shard.
 
         Args:
-            count: number of such tokens: counting here would wait for the device.
+            count: number of tokens with a row in the shard: counting here would wait for the device.
         """
         flat = tokens.reshape(-1)
         places = self.holds(flat).byte().argsort(descending=True, stable=True)[:count]
@@ -347,7 +346,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Logits of all ranks, by token: the log of the softmax's denominator, the target's logit, the sum."""
+    """Statistics of all logits, by token: the log of the softmax's denominator, the target's logit, the sum."""
 
     log_sum: Tensor
     of_target: Tensor
@@ -355,7 +354,7 @@ class Statistics:
 
 
 def shard_of(module: Any, kind: type[_Shard]) -> _Shard | None:
-    """Returns an engine's ``loss_fn`` or ``embedding`` if it is a shard of this kind, under DDP or not; else None."""
+    """Returns the shard in an engine's ``loss_fn`` or ``embedding``, without DDP; None: no shard of the kind."""
     inner = without_wrapper(module) if isinstance(module, nn.Module) else None
     return inner if isinstance(inner, kind) else None
 

@@ -1,6 +1,6 @@
-"""One step of a vocabulary's shard: passes S and T of the output layer, E and G of the input embedding.
+"""Shards of a vocabulary in one step: passes S and T of the output layer, E and G of the input embedding.
 
-The last stage's outputs go to the shards of all ranks, and the first stage's inputs come from them.
+The last stage's outputs go to the shards of all ranks, and the first stage's inputs come from the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__: list[str] = []
 
 
 class _ShardStep:
-    """A shard in one step, perhaps under DDP or FSDP2: its gradients are reduced once, in its last backward.
+    """A shard in one step; under DDP or FSDP2, gradients are reduced once, in the last backward.
 
     Args:
         module: the shard, as given to the engine.
-        last: the cell of the rank's last T or G, in which gradients are reduced; -1: none.
+        last: the cell of the rank's last T or G, for the reduction of gradients; -1: no T or G.
     """
 
     def __init__(self, module: Any, last: int, training: bool) -> None:
@@ -61,7 +61,7 @@ def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
 
 
 def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, read: StepRead) -> None:
-    """Requests the least and the largest value of each tensor, which must be rows of the vocabulary."""
+    """Requests a check that all numbers are rows of the vocabulary; the check raises ValueError."""
 
     def take(found: list[list[float]]) -> None:
         for number in chain.from_iterable(found):
@@ -86,13 +86,13 @@ class HeadStep(_ShardStep):
         self.head, self._is_mean, self._is_on_last = head, is_mean, head.rank == last_rank
         self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
         self.handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
-        self.gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
-        # On the rank of the last stage, by cell: losses; those of tokens, where a loss of tokens makes them; and what
-        # such a loss is a mean over.
+        self.gradients: dict[int, Tensor | None] = {}  # from T to the last stage, on its own rank
+        # On the rank of the last stage, by cell: losses; with token_loss, losses of tokens, and the number of targets
+        # that their mean is over.
         self.losses: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.counts: dict[int, float] = {}
-        self.peak_bytes = 0  # of logits between S and T
+        self.peak_bytes = 0  # most bytes of logits held between S and T
 
     def passes(self) -> dict[str, Pass]:
         return {"S": self.statistics, "T": self.loss}
@@ -107,13 +107,13 @@ class HeadStep(_ShardStep):
         )
 
     def divisor(self, target: Tensor, count: float) -> Tensor | float:
-        """Returns the divisor of the sum over a segment's tokens; ``count``: targets that a loss of tokens counts."""
+        """Returns the divisor of the sum over a segment's tokens; ``count``: counted targets, for a loss of tokens."""
         if self.head.token_loss is not None:
             return count or 1.0
         return (target != self.head.ignore_index).sum().clamp(min=1) if self._is_mean else 1.0
 
     def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
-        """S(m.s): computes the logits of this shard; returns their statistics for the other ranks."""
+        """S(m.s): computes the shard's logits; returns statistics of the logits for all ranks."""
         if received is not None:
             (hidden, target, scale, *more), (requires_grad, *_) = received[0]
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
@@ -129,9 +129,9 @@ class HeadStep(_ShardStep):
         return (found,)
 
     def loss(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
-        """T(m.s): makes the loss, on the rank of the last stage, and the gradients of this shard.
+        """T(m.s): makes the loss, on the rank of the last stage, and the shard's gradients.
 
-        Returns the shard's part of the hidden state's gradient.
+        Returns the shard's summand of the hidden state's gradient.
         """
         hidden, logits, target, scale, more, statistics = self._kept.pop(cell)
         everyones = [tensors[0] for tensors in _by_rank((statistics,), self.head.rank, received)]
@@ -154,7 +154,7 @@ class HeadStep(_ShardStep):
     def _of_tokens(
         self, cell: int, labels: Tensor, scale: Tensor, more: list[Tensor | None], found: Statistics
     ) -> Tensor:
-        """Notes the losses of tokens, 0 where no target counts; returns the gradient of each one's cross entropy."""
+        """Stores losses of tokens, 0 if no target counts; returns the gradients of the tokens' cross entropies."""
         if not self._training and cell not in self.counts:
             return scale
         head = self.head
@@ -180,20 +180,19 @@ class EmbeddingStep(_ShardStep, Source):
         shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
         self._shard = shard
-        self._tokens: list[Tensor] = []  # of the pipeline, by cell
-        self._counts: list[list[float]] = []  # of those whose rows are here, the same
+        self._tokens: list[Tensor] = []  # inputs of the pipeline, by cell
+        self._counts: list[list[float]] = []  # number of tokens with a row here, by cell
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
-        self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
+        self._handed: dict[int, Tensor | None] = {}  # from the first stage to G, on its own rank
 
     def passes(self) -> dict[str, Pass]:
         return {"E": self.embed, "G": self.gradient}
 
     def take(self, inputs: Sequence[tuple[Any, ...]], read: StepRead) -> None:
-        """Takes the inputs of the pipeline, by cell. Requests a check of their range, and the number of this shard's
-        tokens.
+        """Takes the pipeline's inputs, by cell; requests a check of the range and a count of tokens with a row here.
 
         Raises:
-            TypeError: inputs are no tokens.
+            TypeError: inputs are not one tensor of whole numbers.
         """
         for tokens, *others in inputs:
             if others or not isinstance(tokens, Tensor) or tokens.is_floating_point():
@@ -205,15 +204,15 @@ class EmbeddingStep(_ShardStep, Source):
         read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
 
     def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
-        """E(m.s): embeds this shard's tokens; returns their places among the segment's tokens, and their rows."""
+        """E(m.s): embeds tokens with a row in the shard; returns the tokens' places in the segment, and the rows."""
         places, own = self._shard.find(self._tokens[cell], int(self._counts[cell][0]))
         rows = self._module(own)
-        if self._training or self._shard.rank == 0:  # which holds the first stage
+        if self._training or self._shard.rank == 0:  # rank 0 has the first stage
             self._kept[cell] = places, rows
         return places, rows
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        """Returns the input of the first stage: the rows of all shards in their places."""
+        """Returns the input of the first stage: the rows of all shards, each in the token's place."""
         tokens, cell = self._tokens[unit.cell], unit.cell
         own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])
@@ -229,7 +228,7 @@ class EmbeddingStep(_ShardStep, Source):
         return gradients
 
     def gradient(self, cell: int, received: Received) -> None:
-        """G(m.s): makes gradients of the rows of this shard."""
+        """G(m.s): makes gradients of the shard's rows."""
         gradient = self._handed.pop(cell) if received is None else received[0][0][0]
         places, rows = self._kept.pop(cell)
         if gradient is not None and rows.requires_grad:
@@ -237,7 +236,7 @@ class EmbeddingStep(_ShardStep, Source):
 
 
 class ToHead(ToStage):
-    """Sends the last stage's hidden states to the shards of all ranks, and returns their gradients."""
+    """Sink that sends the last stage's hidden states to the shards of all ranks."""
 
     def __init__(self, step: StageStep, shard: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
@@ -275,7 +274,7 @@ class ToHead(ToStage):
         return hidden, *beside
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """Returns, in B or I, the shards' parts of the output's gradient, summed in the order of ranks."""
+        """Returns, in B or I, the sum of the shards' gradients of the output, in the order of ranks."""
         parts = _by_rank((self._shard.gradients.pop(unit.cell),), self._shard.head.rank, received)
         present = [part for (part,) in parts if part is not None]
         if not present:

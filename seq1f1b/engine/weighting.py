@@ -27,18 +27,18 @@ IGNORED = -100  # torch's ignore_index
 
 
 class Weighting:
-    """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
+    """Weights of the losses of a step's segments, by the engine's options and the step's arguments.
 
-    A segment's loss enters its micro-batch's by its share, and a micro-batch's loss enters what gradients are of by the
-    micro-batch's weight: the backward of a segment starts with the product of both.
+    A micro-batch's loss is the sum of share x loss over segments. Gradients are of the sum of weight x loss over
+    micro-batches. So the backward of a segment starts with the product of share and weight.
 
     Attributes:
-        shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
-        counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
-        weights: of micro-batches; all alike until :meth:`weigh`, or another rank, has found them by targets.
-        seeds: by cell, where backwards start, float64 on the device; of losses that come without a divisor.
-        sum_seed: of losses that come with one; :meth:`factor` does the rest.
-        count: counts the targets of any part of a sequence; None: losses are added as they are.
+        shares: by cell, the segment's share in the micro-batch's loss; set by :meth:`weigh`.
+        counts: by cell, the number of targets of a mean; 1.0 for losses that are added without weights.
+        weights: of micro-batches; equal, until :meth:`weigh` or another rank sets weights by targets.
+        seeds: by cell, gradients with which backwards start, float64 on the device; for losses without a divisor.
+        sum_seed: the gradient with which backwards start, for losses with a divisor; :meth:`factor` divides.
+        count: counts the targets of any piece of a sequence; None: losses are added without weights.
         scale: the shares on the device, float64.
     """
 
@@ -49,7 +49,7 @@ class Weighting:
     def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
         self.batch, self.rows, self.options, self._device = batch, batch.rows, options, device
         self.arguments = batch.arguments
-        self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
+        self._totals: list[float] = []  # targets of the micro-batches, if losses are means
         self.shares, self.counts = list[float](), list[float]()
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
         alike = batch.arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
@@ -63,10 +63,10 @@ class Weighting:
         return weight * row[unit.segment] / sum(row), weight
 
     def weigh(self, last: Any) -> None:
-        """Finds the shares of this rank's segments, the weights of micro-batches, and the seeds of backwards.
+        """Sets the shares of the rank's segments, the weights of micro-batches, and the seeds of backwards.
 
-        If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
-        the parts is to be the loss.
+        If n ranks share the tokens of segments, shares are n times as large, because the loss is the mean over the n
+        ranks.
 
         Args:
             last: the last stage.
@@ -92,7 +92,7 @@ class Weighting:
         elif self.batch.by_targets:
             total = sum(totals)
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
-                # Every part counts all parts' targets, and so do the replicas of each.
+                # The sum over n ranks per replica has each target n times, and the shares are n times as large.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             total = total or 1.0
@@ -186,7 +186,7 @@ def count_targets(
 
 
 def count_default(target: Any) -> float:
-    """Returns the number of targets in any part of a sequence: elements other than -100."""
+    """Returns the number of targets in any piece of a sequence: elements other than -100."""
     target = next(iter(tensors_of(target)), None)
     if target is None:
         return 1.0
@@ -194,7 +194,7 @@ def count_default(target: Any) -> float:
 
 
 def sum_divisors(divisors: Iterable[float]) -> float:
-    """Raises ValueError unless the sum is finite and not negative."""
+    """Returns the sum of divisors. Raises ValueError unless finite and not negative."""
     total = math.fsum(divisors)
     if not 0.0 <= total < math.inf:
         raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")
@@ -202,7 +202,7 @@ def sum_divisors(divisors: Iterable[float]) -> float:
 
 
 def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows) -> list[Tensor]:
-    """Losses of the M micro-batches from the sums and divisors of their segments (by cell); 0 where the divisor is 0.
+    """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0.
 
     Args:
         rows: tokens of the segments of every micro-batch.
@@ -216,7 +216,7 @@ def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows)
 
 
 def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
-    """Joins losses of segments (by cell) to losses of the M micro-batches; zero if nothing was counted.
+    """Joins losses of segments (by cell) to losses of the M micro-batches; zero without counted targets.
 
     Args:
         rows: tokens of the segments of every micro-batch.
