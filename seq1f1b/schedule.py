@@ -191,7 +191,7 @@ class Schedule:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits: equal in every process for equal units, different (but by chance) for other units."""
+        """16 hexadecimal digits, equal in every process for equal units, different (but by chance) for other units."""
         return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:

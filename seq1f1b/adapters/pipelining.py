@@ -103,7 +103,7 @@ class _Segmented:
 
     @property
     def engine(self) -> PipelineEngine:
-        """The engine that runs the steps: for reports, the norm over all stages. The first use connects the ranks."""
+        """The engine of the steps, for reports and the norm over all stages. The first use connects the ranks."""
         if self._engine is None:
             self._engine = PipelineEngine([stage.submod for stage in self._own_stages], **self._arguments)
         return self._engine

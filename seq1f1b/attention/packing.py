@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def doc_ids(self) -> Tensor:
-        """Document of each token, (rows, row_len): position of the document's first token. Padding is a document."""
+        """Document of each token, (rows, row_len), as the position of its first token. Padding is a document."""
         ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
         for row, documents in zip(ids, self.rows, strict=True):
             lengths = [self.lengths[index] for index in documents]

@@ -282,7 +282,7 @@ class Price:
 
     @cached_property
     def seconds(self) -> Any:
-        """Seconds of each pass: a ``PassSeconds`` of tables."""
+        """Seconds of each pass, as a ``PassSeconds`` of tables."""
         return seconds_of(self.cost.source, self._span)
 
     @cached_property

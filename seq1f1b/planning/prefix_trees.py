@@ -405,7 +405,7 @@ class _Compared:
 
     @property
     def told_apart(self) -> str:
-        """Reason why sharing ended although tokens agreed; "": no such reason."""
+        """Reason why sharing ended although tokens agreed; empty without such a reason."""
         if not self._num_apart:
             return ""
         return (

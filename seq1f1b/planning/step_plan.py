@@ -100,7 +100,7 @@ class StepPlan:
 
     @property
     def doc_ids(self) -> list[Tensor]:
-        """Position in the row of the first token of each token's document: (1, tokens) for each row."""
+        """Position in the row of the first token of each token's document, (1, tokens) for each row."""
         ids = []
         for row in self.rows:
             whole = torch.tensor([self.lengths[index] for index in row])

@@ -90,7 +90,7 @@ class TreeShape(NamedTuple):
 
     @property
     def paths(self) -> list[int]:
-        """Tokens of each path from the root to a leaf: the lengths of the rows behind the tree."""
+        """Tokens of each path from the root to a leaf, which are the lengths of the rows behind the tree."""
         inner, ends = set(self.parents), map(sum, zip(self.begins, self.sizes, strict=True))
         return [end for node, end in enumerate(ends) if node not in inner]
 

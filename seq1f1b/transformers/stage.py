@@ -76,7 +76,7 @@ class CausalLMStage(nn.Module):
 
     @property
     def shards(self) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:
-        """The vocabulary shards of this rank: none, or embedding and head."""
+        """The vocabulary shards of this rank, none or embedding and head."""
         return [shard for shard in (self.embedding, self.head) if shard is not None]
 
     @property
