@@ -4,7 +4,7 @@ import pytest
 import slices
 
 # Suites that start many processes, compile, drive a browser or wait for limits: `.ci/run slow` runs them, plain pytest
-# does not. Of a file with a name, the tests of that name.
+# does not. A row is a file, or one test of a file.
 SLOW = (
     *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py::test_page"),
     *("transport/test_restarts.py", "front/test_benchmarks.py", "transport/test_machines.py"),

@@ -259,9 +259,11 @@ class Runner:
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
                 length = sequence_length(arguments.inputs, self.options.seq_dim)
-        if not arguments.training:
-            return tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))  # type: ignore[no-any-return]
-        return tuner.next(self.last_step if self._last_was_plain else None, length)  # type: ignore[no-any-return]
+        if arguments.training:
+            found: Setting = tuner.next(self.last_step if self._last_was_plain else None, length)
+        else:
+            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
+        return found
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
         """Compares the arguments of all ranks, in steps that need a comparison; raises on every rank."""
