@@ -50,8 +50,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
     /* Sender. Clears message->on_device if the message has to go through host memory. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message);
-    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. NULL: every message goes
-     * through host memory, and the receiver waits for it no sooner than WAIT. */
+    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. */
     s1f_status (*move)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
     /* The next two are called under the lock.
@@ -95,9 +94,6 @@ struct s1f_device_end { /* head of each mover's own struct */
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
-/* Messages all go through pageable host memory, over the control edge: it needs nothing but copies to and from the
- * host, which waits for two copies a message. */
-extern const s1f_mover s1f_host_mover;
 /* Ends what the end does; its memory stays until it is freed, as tensors may lie there. Freeing closes as well. Senders
  * close first: a receiver waits for its own. 0: the GPU, or the sender, does not end what it began by the time of
  * farewell, in 5 s or the group's limit; then nothing is closed or freed, ever. */
