@@ -123,7 +123,6 @@ S1F_METHOD(PyObject *, edge_proof_receive, s1f_edge_end *, end, int64_t, bytes)
                             : s1f_raise(status);
 }
 
-S1F_CORE_WAITS(bool, edge_proof_give_up, s1f_edge_end *, end)
 S1F_CORE_WAITS(s1f_status, edge_proof_end, s1f_edge_end *, end)
 
 PyMethodDef s1f_device_methods[] = {
@@ -145,7 +144,6 @@ PyMethodDef s1f_device_methods[] = {
     S1F_ROW(edge_proof_post, "At the receiver."),
     S1F_ROW(edge_proof_send, "-> float: sends bytes of the GPU; seconds."),
     S1F_ROW(edge_proof_receive, "-> tuple[int, float]: address of the bytes that have come, seconds."),
-    S1F_ROW(edge_proof_give_up, "Aborts what is under way; whether that has ended."),
     S1F_ROW(edge_proof_end, "What fails from here on ends the step; gives back memory, the sender's end first."),
     S1F_ROW(device_end_close,
             "Tensors that lie in its memory stay valid. False: its transfers do not end, so it keeps all memory."),

@@ -424,6 +424,11 @@ int s1f_device_end_close(s1f_edge_end *head)
     if (end->is_closed)
         return !end->is_leaked;
     int entered = s1f_device_enter(end->device) == S1F_OK;
+    pthread_mutex_lock(&end->watchdog->lock);
+    for (s1f_device_end *each = end->watchdog->ends; each != NULL; each = each->next)
+        if (each->proof_ns != 0) /* the proof has failed, and no transfer of it is waited for */
+            s1f_device_end_abort(each);
+    pthread_mutex_unlock(&end->watchdog->lock);
     int idle = entered && s1f_watchdog_is_idle_by(end->watchdog, s1f_device_end_farewell_ns(end));
     pthread_mutex_lock(&end->watchdog->lock);
     unlink_end(end);

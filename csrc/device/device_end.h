@@ -75,7 +75,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    s1f_cu_address *retired; /* what places outgrew, where the sender writes into them: it stays to the end */
+    s1f_cu_address *retired; /* what places outgrew: it stays to the end */
     int32_t num_retired;
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
@@ -115,7 +115,7 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason);
 /* Waits until the mover's last call is enqueued; at first, until its end is connected to the peer's. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
-/* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
+/* Makes a place hold at least so many bytes; what it held is lost. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
 /* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
  * name host memory; and into the place where it has come. */

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +29,8 @@ __all__: list[str] = []
 
 
 def find_nccl() -> str | None:
-    """Returns the path of the NCCL to use; None: torch's loaded copy, or the loader's default.
-
-    The order is ``SEQ1F1B_NCCL``, torch's copy, so that the process has a single one, and the Python package
-    ``nvidia-nccl``.
-    """
-    if named := os.environ.get("SEQ1F1B_NCCL"):
-        return named
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
-        return None
-    with contextlib.suppress(ModuleNotFoundError):
-        package = importlib.util.find_spec("nvidia.nccl")
-        for folder in (package.submodule_search_locations if package else None) or ():
-            library = Path(folder) / "lib" / "libnccl.so.2"
-            if library.exists():
-                return str(library)
-    return None
+    """Returns the path of the NCCL to use, ``SEQ1F1B_NCCL``; None: torch's loaded copy, or the loader's default."""
+    return os.environ.get("SEQ1F1B_NCCL") or None
 
 
 def found_nccl() -> str:
@@ -386,13 +369,12 @@ class Proof:
         return words.view(torch.uint8)[:size]
 
     def _give_up(self, way: Way, refused: _Refused, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
-        """Ends and closes the ends of a way that failed.
+        """Closes the ends of a way that failed.
 
         Raises:
             RuntimeError: a transfer cannot be ended, or the way was asked for by name; raised on every rank.
         """
-        idle = [_C.edge_proof_give_up(end) for end in ends.values()]
-        if not all(self._group.all_gather_object(all(idle))):
+        if any(self._group.all_gather_object(_close(ends, self._is_receiver))):
             for each in kept:  # the GPU may still read the message
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
@@ -401,7 +383,6 @@ class Proof:
                 f"and what the GPU has begun cannot be undone. {way.needs}; "
                 f"start again with another transport=, as {others}"
             )
-        _close(ends, self._is_receiver)
         failed = f"{refused.edge}: transport={way.name!r} failed its proof"
         if not self._is_free:
             raise RuntimeError(
