@@ -95,8 +95,9 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
 /* Ends what the end does; its memory stays until it is freed, as tensors may lie there. Freeing closes as well. Senders
- * close first: a receiver waits for its own. 0: the GPU, or the sender, does not end what it began by the time of
- * farewell, in 5 s or the group's limit; then nothing is closed or freed, ever. */
+ * close first: a receiver waits for its own. What still proves itself has failed, and is aborted. 0: the GPU, or the
+ * sender, does not end what it began by the time of farewell, in 5 s or the group's limit; then nothing is closed or
+ * freed, ever. */
 int s1f_device_end_close(s1f_edge_end *end);
 int64_t s1f_device_end_farewell_ns(const s1f_device_end *end);
 

@@ -319,9 +319,8 @@ class Proof:
             everyones = self._group.all_gather_object(seconds)
             why = "; ".join(["the first that proved itself" if self._is_free else "asked for", *self._refused])
             for edge in ends:
-                took = [theirs[edge] for theirs in everyones if edge in theirs]
-                total = sum(took) if way.is_one_sided else max(took)
-                self._chosen[edge] = (way.name, self._edges.proof_bytes / max(1e-9, total), why)
+                took = max(theirs.get(edge, 1e-9) for theirs in everyones)  # of the slower end
+                self._chosen[edge] = (way.name, self._edges.proof_bytes / took, why)
             self._ends |= ends
         self._group.end_step(failed=False)
 
