@@ -50,8 +50,7 @@ class HostTier(Tier):
         """Creates the tier's streams from the core's handle of the GPU. Raises RuntimeError if the driver fails."""
         self.handle = _C.host_tier(gpu, functools.partial(check_host, self._host_ranks))
 
-    def begin_step(self, num_cells: int, most_loads: int) -> None:
-        super().begin_step(num_cells, most_loads)
+    def begin_step(self, most_loads: int) -> None:
         _C.host_tier_begin_step(self.handle, most_loads)
 
     def step_facts(self) -> TierFacts | None:
@@ -64,7 +63,7 @@ class HostTier(Tier):
         super().reset()
 
     def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
-        parts = ((address, size, at) for address, (at, size) in zip(addresses, load.parts(), strict=True))
+        parts = ((address, size, at) for address, (at, size) in zip(addresses, load.parts, strict=True))
         _C.host_tier_move(self.handle, not load.comes_in, number, array("q", chain.from_iterable(parts)))
 
     def _wait(self, number: int) -> None:

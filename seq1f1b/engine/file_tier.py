@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from seq1f1b import _C
-from seq1f1b.engine.offload import BLOCK, Load, Tier, TierFacts, rounded
+from seq1f1b.engine.offload import BLOCK, Load, Tier, TierFacts
 from seq1f1b.transport.descriptors import Descriptor
 from seq1f1b.transport.workers import Worker
 
@@ -66,8 +66,7 @@ class FileTier(Tier):
                 stacklevel=7,  # where the engine is made
             )
 
-    def begin_step(self, num_cells: int, most_loads: int) -> None:
-        super().begin_step(num_cells, most_loads)
+    def begin_step(self, most_loads: int) -> None:
         self._bytes, self._ns = [0, 0], [0, 0]
 
     def step_facts(self) -> TierFacts | None:
@@ -108,7 +107,7 @@ class FileTier(Tier):
         """
         start, done = time.monotonic_ns(), 0
         try:
-            for address, (offset, size) in zip(addresses, load.parts(), strict=True):
+            for address, (offset, size) in zip(addresses, load.parts, strict=True):
                 for at in range(0, size, _CHUNK):
                     if moves.is_over or moves.error:
                         return
@@ -130,7 +129,7 @@ class FileTier(Tier):
             OSError: of the file system; also if the file ends too early.
         """
         assert self._descriptor is not None
-        file, whole = self._descriptor.number, rounded(count) if self._is_direct else count
+        file, whole = self._descriptor.number, -(-count // BLOCK) * BLOCK if self._is_direct else count
         if is_out and self._is_direct and (address % BLOCK or count < whole):
             ctypes.memmove(self._chunk_address, address, count)
             address = self._chunk_address

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from seq1f1b.engine.measure import SavedBytes, storages_of
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.transport.edges import holders
 from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
@@ -46,22 +46,12 @@ class TierFacts(NamedTuple):
 
 @dataclass
 class Load:
-    """A moved unit's room in a tier, one part per storage; every part begins on a block."""
+    """A moved unit's room in a tier, from ``begin`` to ``end``; ``parts``: offset and size of each storage."""
 
     begin: int
-    sizes: list[int]
+    end: int
+    parts: list[tuple[int, int]]
     comes_in: bool = False
-
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Yields the offset and the size of each part."""
-        at = self.begin
-        for size in self.sizes:
-            yield at, size
-            at += rounded(size)
-
-    @property
-    def end(self) -> int:
-        return self.begin + sum(map(rounded, self.sizes))
 
 
 class Tier(OfOneProcess, ABC):
@@ -80,32 +70,25 @@ class Tier(OfOneProcess, ABC):
     def __init__(self, device: torch.device, alignment: int) -> None:
         self.device, self.alignment = device, alignment
         self._loads: dict[int, Load] = {}  # that are out
-        self._num_cells = 0  # of the step's order
 
     def open(self, gpu: object) -> None:
         """Gives a tier of a GPU the core's handle of the GPU."""
 
-    def begin_step(self, num_cells: int, most_loads: int) -> None:
-        """Prepares the tier for a step. Raises RuntimeError if the tier is broken.
-
-        Args:
-            num_cells: cells of the step's order.
-            most_loads: most units away at once.
-        """
-        self._num_cells = num_cells
-
-    def number(self, stage: int, cell: int) -> int:
-        """Returns a unit's cell counted over all stages: the number of its load, for the executor, too."""
-        return stage * self._num_cells + cell
+    def begin_step(self, most_loads: int) -> None:
+        """Prepares the tier for a step with so many loads out at once. Raises RuntimeError if the tier is broken."""
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
         """Begins to move storages out. Their memory must stay until :meth:`wait` or :meth:`reset`."""
-        load = self._loads[number] = Load(0, [storage.nbytes() for storage in storages])
-        for other in sorted((x for x in self._loads.values() if x is not load), key=lambda x: x.begin):
-            if other.begin >= load.end:
+        sizes = [storage.nbytes() for storage in storages]
+        *offsets, room = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)
+        begin = 0
+        for other in sorted(self._loads.values(), key=lambda load: load.begin):
+            if other.begin - begin >= room:
                 break
-            load.begin = max(load.begin, other.end)
-        self._begin(number, load, storages, [storage.data_ptr() for storage in storages])
+            begin = max(begin, other.end)
+        parts = [(begin + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        self._loads[number] = Load(begin, begin + room, parts)
+        self._begin(number, self._loads[number], storages, [storage.data_ptr() for storage in storages])
 
     def load(self, number: int, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
         """Begins to move storages back, to aligned addresses within new ones."""
@@ -137,11 +120,6 @@ class Tier(OfOneProcess, ABC):
     def _wait(self, number: int) -> None: ...
 
 
-def rounded(size: int) -> int:
-    """Returns the size of a part's room in bytes: a multiple of a block."""
-    return -(-size // BLOCK) * BLOCK
-
-
 class Offloading(Part):
     """The feature that moves saved tensors of units to the rank's tier, and back: passes O, A and L."""
 
@@ -154,6 +132,8 @@ class Offloading(Part):
 
     def start(self, step: StageStep) -> bool:
         self._bytes = 0  # moved out, over all units
+        # A load's number is the cell counted over all stages, for the executor, too.
+        self._first = step.stage.index * len(step.order.places)
         return bool(step.order.moved)
 
     def passes(self) -> Mapping[str, Pass]:
@@ -169,24 +149,21 @@ class Offloading(Part):
     def move_out(self, cell: int, received: Received) -> None:
         """O(m.s): begins to move the tensors saved by F to the tier."""
         away: Away = self._step.units[cell].away
-        away.out(self._tier, self._number(cell))
+        away.out(self._tier, self._first + cell)
         self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
         """A(m.s): waits until the tensors are in the tier, and frees their memory."""
-        self._step.units[cell].away.gone(self._tier, self._number(cell))
+        self._step.units[cell].away.gone(self._tier, self._first + cell)
 
     def load(self, cell: int, received: Received) -> None:
         """L(m.s): allocates memory, and begins to move the tensors back."""
-        self._step.units[cell].away.load(self._tier, self._number(cell))
+        self._step.units[cell].away.load(self._tier, self._first + cell)
         if self._step.measure is not None:
             self._step.measure.note()
 
     def figures(self) -> Mapping[str, Any]:
         return {"moved_bytes": self._bytes}
-
-    def _number(self, cell: int) -> int:
-        return self._tier.number(self._step.stage.index, cell)
 
 
 class Saved:
@@ -262,7 +239,7 @@ class Away(SavedBytes):
         for own in by_storage.values():
             assert own[0].tensor is not None
             storage = own[0].tensor.untyped_storage()
-            if storage.nbytes() >= BLOCK and holders(storage) == len(own) and all(s.look() for s in own):
+            if storage.nbytes() >= BLOCK and _holders(storage) == len(own) and all(s.look() for s in own):
                 storages.append(storage)
                 self._moved.append((storage.nbytes(), own))
         self.moved_bytes = sum(size for size, _ in self._moved)
@@ -294,3 +271,8 @@ class Away(SavedBytes):
     def back(self) -> None:
         """Drops references to loaded tensors, so that the backward frees each tensor after the last use."""
         self._moved.clear()
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """Returns the number of tensors and other holders of the storage, without the given object."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1

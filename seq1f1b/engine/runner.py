@@ -298,7 +298,7 @@ class Runner:
             _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
             run = through_host(run, pipeline.device, pipeline.gpu)
         if pipeline.tier is not None:
-            pipeline.tier.begin_step(order.num_cells, order.most_away)
+            pipeline.tier.begin_step(order.most_away)
         start = time.perf_counter()
         with inside_step(), on_device, ExitStack() as around:
             step.around = around

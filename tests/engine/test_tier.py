@@ -23,9 +23,8 @@ from torch import Tensor
 
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError
 from seq1f1b.engine.file_tier import FileTier
-from seq1f1b.engine.offload import BLOCK
+from seq1f1b.engine.offload import BLOCK, _holders
 from seq1f1b.testing import run_ranks
-from seq1f1b.transport.edges import holders
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,7 +264,7 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert holders(part.untyped_storage()) == 1, "the thread holds it no more"
+    assert _holders(part.untyped_storage()) == 1, "the thread holds it no more"
 
 
 def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
