@@ -1,4 +1,4 @@
-/* host_tier.h - pinned memory of the host, to which a GPU's copy engines move what units have saved, and from there back.
+/* host_tier.h - pinned memory of the host, to which a GPU's copy engines move what units have saved, and back.
  *
  * What moves is a load: the parts of one unit, under a number of the caller's, who also says where in the room each
  * part lies. Copies run on two streams of their own, one for each way, and the host waits for none of them:
