@@ -31,7 +31,6 @@ PER_SEGMENT: int
 PER_STAGE: int
 TENSOR_NONE: int
 TENSOR_REQUIRES_GRAD: int
-TIER_ALIGNMENT: int
 
 def bind_torch(path: str | None = ..., /) -> None: ...
 def torch_functions() -> tuple[str, ...]: ...
