@@ -14,7 +14,6 @@ from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_mode
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
-from torch.distributed.pipelining.schedules import _validate_schedule
 
 from seq1f1b import (
     Limits,
@@ -363,26 +362,3 @@ def refusals(rank: int, world: int) -> None:
 
 def test_refusals():
     run_processes(1, refusals)
-
-
-# -- the order as torch sees it ----------------------------------------------------------------------------------------
-
-
-def orders(rank: int, world: int) -> None:
-    config = Config()
-    stage = PipelineStage(stage_of(whole_model(config), config, rank, world), rank, world, CPU)
-    M, k = 3, 2
-    schedule = ScheduleSeq1F1B(stage, M, cross_entropy, n_segments=k)
-    order = schedule.pipeline_order
-    assert order is not None
-    assert _validate_schedule(order, world, world, M * k) == {0: 0, 1: 1}
-    text = [["" if action is None else str(action) for action in order[r]] for r in range(world)]
-    assert text == [
-        ["0F0", "0F1", "0F2", "", "0B1", "0F3", "0B0", "0F4", "0B3", "0F5", "0B2", "", "0B5", "0B4"],
-        ["", "1F0", "1F1", "1B1", "1F2", "1B0", "1F3", "1B3", "1F4", "1B2", "1F5", "1B5", "1B4", ""],
-    ]
-    assert Schedule1F1B(stage, 2, cross_entropy).pipeline_order is not None
-
-
-def test_pipeline_order_is_torchs():
-    run_processes(2, orders)
