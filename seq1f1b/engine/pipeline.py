@@ -54,7 +54,7 @@ class EdgeReport:
     Attributes:
         peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between GPUs
-            "copy", "nccl", or "host" (host memory, over "shm" or "c10d").
+            also "copy" or "nccl".
         rate: between GPUs: bytes per second of the test message at set-up; else 0.
         why: between GPUs: the reason for this transport, in words.
     """
