@@ -1,4 +1,4 @@
-"""Is a page written as UTF-8, whatever the locale of whoever runs it? `.ci/run` has ruff ask each call that opens a text."""
+"""Is a page written as UTF-8, whatever the locale? `.ci/run` has ruff ask each call that opens a text."""
 
 from __future__ import annotations
 
