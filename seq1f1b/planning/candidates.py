@@ -171,7 +171,7 @@ class Pricing:
         seconds = []
         for each, cost in zip(lengths, alone, strict=True):
             whole, parts = cost.span(0, cost.seq_len), cost.parts
-            layers = (n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts))
+            layers = (n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts.sum(0).tolist()))
             seconds.append(each.share * sum(layers))
         main = lengths[seconds.index(max(seconds))].seq_len  # the length on which a run spends most of its time
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
@@ -239,7 +239,7 @@ class Pricing:
         sizes = np.array([1 << i for i in range(5, 21)], float)
         cost = self._cost_of(self.longest, 1, self.layout)
         span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
-        rates = cost.source.seconds(span)[cost.source.kinds[0]].total / sizes
+        rates = cost.source.seconds(span).total[0] / sizes
         return int(sizes[np.argmax(rates <= 2 * rates[-1])])
 
     # -- orders
