@@ -263,6 +263,11 @@ class Price:
         found = [row.parents for row in self.rows]
         return None if self._is_alike or all(own is None for own in found) else found
 
+    @property
+    def segments(self) -> int | list[int]:
+        """Number of segments of each row, or of all equal micro-batches, for ``build_schedule``."""
+        return len(self.sizes) if self._is_alike else [len(row.sizes) for row in self.rows]
+
     # -- tables
 
     def microbatches(self, row: Any) -> list[Any]:
@@ -292,6 +297,12 @@ class Price:
     def shard_seconds(self) -> dict[str, Any]:
         """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
         return self._tables.shards if self._is_alike else {}
+
+    @property
+    def spread_seconds(self) -> dict[str, Any]:
+        """Seconds by which an order places the passes of a vocabulary over the ranks, by names of
+        :class:`seq1f1b.Costs`; {} without such passes."""
+        return self.seconds._asdict() | self.shard_seconds if self.shard_seconds else {}
 
     @property
     def message_bytes(self) -> Any:
