@@ -186,8 +186,8 @@ class Frozen:
             if _shown(value) != before:
                 shown = ".".join(part for part in ("self", self._names[module], *path) if part)
                 raise ValueError(
-                    f"{shown} was {before[:200]} when the model was cut, is {_shown(value)[:200]} now, and its stages "
-                    "keep to the first: cut the model again, or make it a buffer, which stages read in each call"
+                    f"{shown} was {before[:200]} when the model was cut, is {_shown(value)[:200]} now, and the stages "
+                    "keep the old value: cut the model again, or make it a buffer, which stages read in each call"
                 )
 
 

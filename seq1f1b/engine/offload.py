@@ -113,7 +113,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
     facts = TierFacts(*_C.tier_facts(handle))
     if facts.is_memory:
         warnings.warn(
-            f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
+            f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): moving there frees nothing",
             RuntimeWarning,
             stacklevel=7,  # where the engine is made
         )

@@ -181,7 +181,7 @@ def test_where_cudnn_is_taken(
     assert len(recwarn) == told
     for warning in recwarn:
         assert (
-            f"must be 91501 or newer, because older ones read beyond the queries, and is {version or 0}; install "
+            f"must be 91501 or newer, because older versions read beyond the queries, and is {version or 0}; install "
             in (str(warning.message))
         )
     cuda_attention._is_new.cache_clear()
