@@ -10,11 +10,11 @@
 
 typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments; /* keep what the executor and the next six borrow */
+    PyObject *arguments; /* keep objects that the executor and the next six fields borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
-    int64_t device_step; /* its count when the last step began */
+    int64_t device_step; /* its count of steps when the last step began */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
@@ -248,7 +248,7 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     walker->run = walker->fill = walker->segment_sizes = walker->messages.make_views = NULL;
     if (status == S1F_OK)
         return s1f_messages_leave_all(&walker->messages);
-    s1f_raise_for_group(status, walker->group); /* the step's error is told, not one of what follows */
+    s1f_raise_for_group(status, walker->group); /* the step's error is raised, not a later one */
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     if (s1f_messages_leave_all(&walker->messages) != S1F_OK)

@@ -22,9 +22,9 @@ typedef struct {
 enum { S1F_TIER_ALIGNMENT = 4096 }; /* bytes: of a part's room in a tier, and of memory that a file is read into */
 
 typedef struct s1f_tier_load {
-    int64_t number, offset, bytes; /* its room in the tier; the room of each part is on a multiple of the alignment */
-    uint64_t ticket;               /* the kind's: of what was asked last */
-    int32_t comes_in, is_awaited;  /* asked last; and s1f_tier_wait has returned for that */
+    int64_t number, offset, bytes; /* place in the tier; each part begins on a multiple of the alignment */
+    uint64_t ticket;               /* the kind's ticket of the last transfer asked for */
+    int32_t comes_in, is_awaited;  /* direction of the last transfer; whether s1f_tier_wait has returned for it */
     int32_t num_parts;
     struct s1f_tier_load *next;     /* by offset */
     struct s1f_tier_load *next_job; /* the kind's */
@@ -36,11 +36,11 @@ typedef struct {
     int32_t is_memory; /* the medium lies in memory of the host */
     int64_t room_bytes;
     int64_t bytes_out, bytes_in; /* of the step's transfers that have ended well */
-    int64_t ns_out, ns_in;       /* that these took, without the time in which they waited for others */
+    int64_t ns_out, ns_in;       /* nanoseconds of these transfers, without waiting for others */
 } s1f_tier_facts;
 
 typedef struct {       /* one static table per kind. NULL: nothing to do */
-    int32_t alignment; /* of memory that parts come back into */
+    int32_t alignment; /* of the memory into which parts come back */
     void (*get_facts)(s1f_tier *tier, s1f_tier_facts *out);
     s1f_status (*begin_step)(s1f_tier *tier, int64_t most_loads);
     /* Room for a load, up to the end of its place, and the transfer. */
@@ -54,7 +54,7 @@ typedef struct {       /* one static table per kind. NULL: nothing to do */
 struct s1f_tier { /* head of every kind's own struct */
     const s1f_tier_kind *kind;
     s1f_tier_load *loads;
-    s1f_tier_facts facts; /* the kind's, but for those of a step, which begins with zeros */
+    s1f_tier_facts facts; /* facts of the kind; those of a step begin with zeros */
 };
 
 /* For kinds: bytes up to the next multiple of the alignment. */

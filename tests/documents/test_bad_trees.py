@@ -39,7 +39,7 @@ def step_alone(sizes: Any, parents: Any, **options: Any) -> None:
         ([[4, 3, 2]], [[-1, 0, 1.0]], TypeError, r"parents\[0\]\[2\] must be an int, got float"),
         ([[4, 3, 2]], [[-1, 0]], ValueError, r"parents\[0\] must name one parent for each of its 3 segments, got"),
         ([[4, 3, 2]], [], ValueError, "parents must hold 1 lists: for every micro-batch the parent of each segment"),
-        ([[4, 3, 2]], [[-1, 0, 0], [-1]], ValueError, "parents must be a list of 1"),
+        ([[4, 3, 2]], [[-1, 0, 0], [-1]], ValueError, "parents must hold 1 lists"),
         (None, [[-1, 0]], ValueError, "parents need segment_sizes of the step"),
         ("even", [[-1, 0]], TypeError, "segment_sizes of a step must be a list: for every micro-batch"),
         ([[4, [3, 2]]], None, TypeError, r"segment_sizes\[0\]\[1\] is \[3, 2\], siblings .*: they need parents="),
