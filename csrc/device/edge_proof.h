@@ -16,11 +16,11 @@
 
 /* A step has begun (s1f_group_begin_step, s1f_device_begin_step), and the end's watchdog has a limit for proofs. */
 s1f_status s1f_edge_proof_post(s1f_edge_end *end, int64_t bytes);
-/* These return once the transfer has ended on this side, with the nanoseconds that it took. data: on the GPU; it may be
- * freed after that, or after give_up has returned 1. */
+/* Both return once the transfer has ended on this side, with its nanoseconds. data: on the GPU; may be freed after the
+ * return, or after give_up has returned 1. */
 s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t bytes, int64_t *ns);
 s1f_status s1f_edge_proof_receive(s1f_edge_end *end, int64_t bytes, const void **data, int64_t *ns);
-/* Aborts what is under way. 0: it does not end, so nothing on that GPU is freed any more. */
+/* Aborts the transfer under way. 0: it does not end, so nothing on that GPU is freed any more. */
 int s1f_edge_proof_give_up(s1f_edge_end *end);
 /* From here on failures are the group's again. Gives back what places hold, and what was opened of the peer's. */
 s1f_status s1f_edge_proof_end(s1f_edge_end *end);
