@@ -82,7 +82,7 @@ class Documents:
         )
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Returns the steps after the loaded state, without an end."""
+        """Yields the batches after the loaded state, without an end."""
         while True:
             for step in self.steps:
                 yield self.batch(step)
