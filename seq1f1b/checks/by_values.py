@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -22,17 +23,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.attention.unit import LiveUnit, current
+from seq1f1b import _C
+from seq1f1b.attention.causal import inside_step
+from seq1f1b.attention.unit import LiveUnit, current, enter
 from seq1f1b.checks.watch import Watch, sizes_of
-from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
-from seq1f1b.engine.options import Limits, Loss, Memory, Options
+from seq1f1b.engine.parts import Received
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import mapped, tensors_of
-from seq1f1b.schedule import build_schedule
+from seq1f1b.placement import step_on
+from seq1f1b.transport.descriptors import private_mapping
 
 __all__: list[str] = []
 
@@ -200,6 +203,26 @@ def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Ite
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
+def _run_segments(run: Callable[[LiveUnit], None], sizes: Sequence[int], device: torch.device) -> None:
+    """Calls a function for each segment of one micro-batch, forward only, with a KV cache and a step of its own."""
+    group = _C.group_create(private_mapping(_C.group_block_bytes(1)), 1, 0)
+    order = _C.schedule_from_text(" ".join(f"F0.{s}" for s in range(len(sizes))), 0)
+    program = _C.program_lower(order, 0, False, 0, None)
+    executor = _C.executor_create(program, 0, group, _C.kv_cache_create(), [], True, {})
+    units: list[LiveUnit] = []
+
+    def run_unit(kind: int, stage: int, cell: int, received: Received) -> None:
+        unit = LiveUnit(stage, 0, cell, cell, False, units[-1] if units else None)
+        unit.is_last, unit.is_whole = cell == len(sizes) - 1, len(sizes) == 1
+        units.append(unit)
+        enter(unit)
+        run(unit)
+
+    _C.group_begin_step(group, 1)
+    with inside_step(), step_on(device):
+        _C.executor_step(executor, 1, False, sum(sizes), array("q", sizes), run_unit)
+
+
 class Look:
     """Runs of one stage outside the pipeline.
 
@@ -248,13 +271,9 @@ class Look:
 
     def _run(self, sizes: Sequence[int]) -> list[_Values]:
         """Returns each segment's tensors to compare. Raises RuntimeError if the stage has drawn random numbers."""
-        from seq1f1b.checks.verify_runs import alone  # not at the top: the runner lists its features, a look included
+        result = list[_Values]()
 
-        result, device = list[_Values](), self._stage.device
-
-        def call(_: Tensor) -> Any:
-            unit = current()
-            assert unit is not None
+        def run(unit: LiveUnit) -> None:
             begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
             watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
             self._watches.append(watch)
@@ -264,22 +283,12 @@ class Look:
             kept = keep_state(self._modules, None, parameters=False, gradients=False)
             with _alone, kept, _noted(self._parts, unit, values), watch:
                 output = self._module(*args, **kwargs)
-            unit.watch = None
             result.append({**values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
-            return output
 
-        options = Options(
-            num_microbatches=1, num_segments=len(sizes), segment_sizes=sizes, seq_dim=1, arg_rules={}, loss_fn=None,
-            loss=Loss(), transport="auto", limits=Limits(), grad_dtype=None, memory=Memory(), sequence_parallel=(0, 1),
-            attention="unchecked", embedding=None,
-        )  # fmt: skip
-        schedule = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=len(sizes))
-        state = RandomState(device)
+        state = RandomState(self._stage.device)
         try:
             with torch.no_grad(), ComparableRun(None):
-                runner = alone(call, device, options, schedule)
-                with closing(runner.pipeline):
-                    runner.run(StepArguments(False, torch.zeros(_ROWS, sum(sizes), device=device), None, None))
+                _run_segments(run, sizes, self._stage.device)
         finally:
             draws = not state.is_current()
             if draws and not self._shares:

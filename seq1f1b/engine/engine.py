@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,29 +15,13 @@ from seq1f1b.above import above
 from seq1f1b.documents.rows import PlannedRows, rows_given
 from seq1f1b.engine.batch import StepArguments, merge
 from seq1f1b.engine.norms import clip, share_overflow, total_norm
-from seq1f1b.engine.options import (
-    Builder,
-    Limits,
-    Loss,
-    Memory,
-    Options,
-    agreement_of,
-    check_launch,
-    first_order,
-    modules_of,
-    order_of,
-)
-from seq1f1b.engine.order import plain_schedule
-from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
-from seq1f1b.engine.runner import Runner
+from seq1f1b.engine.options import Limits, Loss, Memory, Options
+from seq1f1b.engine.set_up import set_up
 from seq1f1b.engine.splitting import Rule
 from seq1f1b.engine.vocabulary import join_shards
 from seq1f1b.partition import ModelShape
-from seq1f1b.placement import common_device
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup, meeting_of, resolve_group
-from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import OfOneProcess
 
 if TYPE_CHECKING:
@@ -153,31 +136,17 @@ class PipelineEngine(OfOneProcess):
         embedding: nn.Module | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
-        joined: RankGroup | None = None
-        meeting = meeting_of(group)
-        try:
-            source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
-            modules = modules_of(stage)
-            self._options = options = Options(**{**given, **counts, "arg_rules": arg_rules or {}})
-            self.num_microbatches = options.num_microbatches
-            self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
-            self.device = common_device(modules)
-            check_launch(group)
-            waits = {"timeout": limits.step, "arrival_timeout": limits.longest}
-            joined = self._group = resolve_group(group, transport, meeting=meeting, **waits)
-            joined.set_limits(limits.step)
-            self._join(modules, source)
-            self._leave = weakref.finalize(self, joined.leave)
-            self._leave.atexit = False
-        except BaseException as error:
-            # Other ranks may wait for this rank: to arrive, to open edges, or in the first step.
-            if joined is None and meeting is not None:
-                meeting.fail(error)
-            elif joined is not None and not isinstance(error, Disagreement):
-                joined.fail(f"{type(error).__name__}: {error}")
-            if joined is not None and joined is not group:
-                joined.close()
-            raise
+        given |= {"arg_rules": arg_rules or {}}
+        self._runner = set_up(stage, schedule, given, group, self._gpu_part, is_whole=self._needs_whole_model)
+        pipeline = self._pipeline = self._runner.pipeline
+        self._group, self._options = pipeline.group, pipeline.options
+        self.rank, self.num_ranks, self.device = pipeline.rank, pipeline.num_ranks, pipeline.device
+        self.num_microbatches = self._options.num_microbatches
+        self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
+        self.num_stages, self.stages, self.edges = pipeline.num_stages, list(pipeline.modules), pipeline.edges
+        self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
+        self._leave = weakref.finalize(self, self._group.leave)
+        self._leave.atexit = False
 
     # -- public ----------------------------------------------------------------------------------------------------
 
@@ -312,8 +281,7 @@ class PipelineEngine(OfOneProcess):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the parameters of the rank, each once."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        yield from (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and parameters of the rank, including the parameters of a loss that holds the head.
@@ -430,48 +398,3 @@ class PipelineEngine(OfOneProcess):
         self._leave.detach()
         self._runner.orders.clear()
         self._pipeline.close()
-
-    # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def _join(self, modules: list[nn.Module], source: Schedule | Builder) -> None:
-        group, options = self._group, self._options
-        self.rank, self.num_ranks = group.rank, group.size
-        schedule = plain_schedule(source, self.num_ranks, len(modules), options, self.device)
-        own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-        places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
-        check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
-        agreement = Agreement(group, agreement_of(options, schedule, source, self.device), places, check)
-        if not group.is_thread:  # ranks that are threads may make engines one by one: they meet in a step
-            agreement.check()
-        pipeline = self._pipeline = Pipeline(
-            modules,
-            self.device,
-            options,
-            group,
-            schedule,
-            agreement,
-            self._gpu_part,
-        )
-        self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
-        self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
-        builder = None if isinstance(source, Schedule) else source
-        self._runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
-        pipeline.connect(pipeline.lower(schedule))
-        if not pipeline.is_between_gpus:
-            self._runner.order(training=True)
-        if not group.is_thread:
-            group.begin()
-        if pipeline.is_between_gpus:  # the first messages of an edge between GPUs test the edge
-            pipeline.connect_gpus()
-            self._runner.order(training=True)
-        self.edges = pipeline.edges
-
-
-class LoneEngine(PipelineEngine):
-    """Engine of a model's stage alone, to look at the stage or to time it."""
-
-    _needs_whole_model = False
-
-    def activations_of(self, stage: int) -> Any:
-        """Returns the bytes in graphs of the stage's units in the last step; None if the step did not count them."""
-        return self._runner.activations.get(stage)

@@ -446,23 +446,26 @@ def test_fingers_move_and_zoom(page: Timelines, touch: Any) -> None:
     assert page.run("return all.tip.hidden"), "a drag tells nothing"
 
 
-def test_large_designs_are_drawn_at_once(page: Timelines) -> None:
-    """From the change of a design to its pixels: 8,192 units and 100,000. The best of 20 s: machines are shared."""
-    script = """
-    const [design, limit] = arguments, [_, panel] = explorer.panels, times = [], start = performance.now()
-    for (let i = 0; i < 4 || (performance.now() < start + 2e4 && Math.min(...times) >= limit); i++) {
-      panel.design = {...panel.design, ...design, F: 1 + i / 32}
-      const began = performance.now()
-      explorer.update([panel], true)
-      all.frames[1].plot.getBoundingClientRect() // it has been laid out
-      times.push(performance.now() - began)
-    }
-    return [panel.result.pass.length, Math.min(...times)]
+def test_time_to_draw_grows_as_the_units(page: Timelines) -> None:
+    """From the change of a design to its pixels: 100,096 units take at most twice the time per unit of 8,192.
+
+    Machines are shared: a ratio of best times, taken in turn, for at most 20 s.
     """
-    for units, seconds, design in (
-        (8192, 0.1, {"P": 8, "M": 64, "k": 8}),
-        (100_096, 1.0, {"P": 16, "M": 391, "k": 8}),
-    ):
-        count, milliseconds = page.run(script, design, 1000 * seconds)
-        print(f"{count} units: {milliseconds:.0f} ms")
-        assert count == units and milliseconds < 1000 * seconds
+    script = """
+    const [designs, most] = arguments, [_, panel] = explorer.panels, best = [1 / 0, 1 / 0], counts = []
+    const start = performance.now()
+    for (let i = 0; i < 4 || (performance.now() < start + 2e4 && best[1] > most * best[0]); i++)
+      designs.forEach((design, which) => {
+        panel.design = {...panel.design, ...design, F: 1 + i / 32}
+        const began = performance.now()
+        explorer.update([panel], true)
+        all.frames[1].plot.getBoundingClientRect() // it has been laid out
+        best[which] = Math.min(best[which], performance.now() - began)
+        counts[which] = panel.result.pass.length
+      })
+    return [counts, best]
+    """
+    most = 2 * 100_096 / 8192
+    counts, (small, large) = page.run(script, [{"P": 8, "M": 64, "k": 8}, {"P": 16, "M": 391, "k": 8}], most)
+    print(f"{small:.0f} and {large:.0f} ms")
+    assert counts == [8192, 100_096] and large <= most * small
