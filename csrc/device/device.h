@@ -28,7 +28,7 @@ typedef struct s1f_device {
     /* Work on the GPU does not end, as a copy for a peer that has died: to free or close anything there would wait for
      * that work, in a real driver for ever. So all memory there stays. */
     int32_t is_stuck;
-    /* Makes torch give back its free memory on the GPU; returns the free bytes that torch still holds. NULL: no torch. */
+    /* Makes torch give back its free memory on the GPU; returns the free bytes that torch keeps. NULL: no torch. */
     int64_t (*make_room)(void *context);
     void *room_context;
 } s1f_device;

@@ -50,7 +50,7 @@ def test_the_engine_refuses_on_the_cpu_what_the_table_does(feature: str) -> None
 
 @pytest.mark.parametrize("feature", [f for f in where.ROWS if where.ROWS[f].one_gpu is State.REFUSED])
 def test_the_engine_refuses_on_a_gpu_what_the_table_does(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seq1f1b.engine.engine.common_device", lambda modules: torch.device("cuda", 0))
+    monkeypatch.setattr("seq1f1b.engine.set_up.common_device", lambda modules: torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"this one is on cuda:0: give Memory\(offload=seq1f1b\.HOST\)"):
         engine(**ASKS[feature])
 
