@@ -24,7 +24,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import Tensor
 
 import seq1f1b
-import seq1f1b.engine.engine
+import seq1f1b.engine.set_up
 import seq1f1b.transport
 from seq1f1b import _C, placement
 from seq1f1b.attention.causal import causal_attention, layer_handle, positions
