@@ -268,10 +268,7 @@ ROWS = tensors([[1, 2], [3, 4, 5]])
         ({"input_ids": torch.rand(2, 3)}, "must be whole numbers"),
         ({"input_ids": [[1, 2]]}, "row 0 must be a one-dimensional tensor"),
         ({"advantages": torch.rand(2)}, "must have a value for each token; one for each row becomes"),
-        (
-            {"input_ids": ROWS, "old": [torch.rand(2)] * 2},
-            "old of row 1 has 2 values, must have one for each of 3",
-        ),
+        ({"input_ids": ROWS, "old": [torch.rand(2)] * 2}, "old of row 1 has 2 values, must have one for each of 3"),
         ({"input_ids": ROWS, "loss_mask": [torch.ones(2)]}, "has 1 rows"),
         ({"loss_mask": torch.tensor([[1, 1, 1], [1, 1, float("inf")]])}, "row 1 holds inf"),
         ({"groups": [1, 2, 3]}, "groups has 3 values, must have one for each of 2 rows"),
