@@ -1,6 +1,6 @@
 """Counts pronouns, and finds docstrings that open with a preposition or point at a sentence before.
 
-    python .ci/english.py [--check]    prints the counts of each room; --check fails above a room's limit, and for an opening
+    python .ci/english.py [--check]    prints the counts of each room; --check fails above a limit, and for an opening
 
 Counts follow from good sentences. A sentence bent to please a count is a defect.
 """
