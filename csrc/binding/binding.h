@@ -44,7 +44,7 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
     X(group)                                                                                                           \
     X(edge_end)                                                                                                        \
     X(device)                                                                                                          \
-    X(tier)                                                                                                            \
+    X(host_tier)                                                                                                       \
     X(watchdog)                                                                                                        \
     X(walker)
 #define S1F_CAPSULE(name) "seq1f1b." #name
@@ -136,10 +136,11 @@ int s1f_require_index(const char *name, int64_t i, int64_t end);
 #define S1F_EACH_9(X, type, name, ...) X(type, name) S1F_EACH_8(X, __VA_ARGS__)
 #define S1F_EACH_10(X, type, name, ...) X(type, name) S1F_EACH_9(X, __VA_ARGS__)
 #define S1F_EACH_11(X, type, name, ...) X(type, name) S1F_EACH_10(X, __VA_ARGS__)
-#define S1F_EACH_BY(a, A, b, B, c, C, d, D, e, E, f, F, g, G, h, H, i, I, j, J, k, K, each, ...) each
+#define S1F_EACH_12(X, type, name, ...) X(type, name) S1F_EACH_11(X, __VA_ARGS__)
+#define S1F_EACH_BY(a, A, b, B, c, C, d, D, e, E, f, F, g, G, h, H, i, I, j, J, k, K, l, L, each, ...) each
 #define S1F_EACH(X, ...)                                                                                               \
-    S1F_EACH_BY(__VA_ARGS__, S1F_EACH_11, , S1F_EACH_10, , S1F_EACH_9, , S1F_EACH_8, , S1F_EACH_7, , S1F_EACH_6, ,     \
-                S1F_EACH_5, , S1F_EACH_4, , S1F_EACH_3, , S1F_EACH_2, , S1F_EACH_1, S1F_EACH_0)                        \
+    S1F_EACH_BY(__VA_ARGS__, S1F_EACH_12, , S1F_EACH_11, , S1F_EACH_10, , S1F_EACH_9, , S1F_EACH_8, , S1F_EACH_7, ,    \
+                S1F_EACH_6, , S1F_EACH_5, , S1F_EACH_4, , S1F_EACH_3, , S1F_EACH_2, , S1F_EACH_1, S1F_EACH_0)          \
     (X, __VA_ARGS__)
 
 #define S1F_AND_PARAMETER(type, name) , type name

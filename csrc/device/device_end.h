@@ -50,8 +50,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
     /* Sender. Clears message->on_device if the message has to go through host memory. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message);
-    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. NULL: every message goes
-     * through host memory, and the receiver waits for it no sooner than WAIT. */
+    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. */
     s1f_status (*move)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
     /* The next two are called under the lock.
@@ -76,7 +75,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    s1f_cu_address *retired; /* what places outgrew, where the sender writes into them: it stays to the end */
+    s1f_cu_address *retired; /* what places outgrew: it stays to the end */
     int32_t num_retired;
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
@@ -95,12 +94,10 @@ struct s1f_device_end { /* head of each mover's own struct */
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
-/* Messages all go through pageable host memory, over the control edge: it needs nothing but copies to and from the
- * host, which waits for two copies a message. */
-extern const s1f_mover s1f_host_mover;
 /* Ends what the end does; its memory stays until it is freed, as tensors may lie there. Freeing closes as well. Senders
- * close first: a receiver waits for its own. 0: the GPU, or the sender, does not end what it began by the time of
- * farewell, in 5 s or the group's limit; then nothing is closed or freed, ever. */
+ * close first: a receiver waits for its own. What still proves itself has failed, and is aborted. 0: the GPU, or the
+ * sender, does not end what it began by the time of farewell, in 5 s or the group's limit; then nothing is closed or
+ * freed, ever. */
 int s1f_device_end_close(s1f_edge_end *end);
 int64_t s1f_device_end_farewell_ns(const s1f_device_end *end);
 
@@ -119,7 +116,7 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason);
 /* Waits until the mover's last call is enqueued; at first, until its end is connected to the peer's. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
-/* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
+/* Makes a place hold at least so many bytes; what it held is lost. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
 /* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
  * name host memory; and into the place where it has come. */

@@ -10,7 +10,6 @@
 #include "kv_cache.h"
 #include "p2p.h"
 #include "step_layout.h"
-#include "tier.h"
 
 typedef struct { /* what a unit hands to other stages */
     int32_t num_tensors;
@@ -43,10 +42,13 @@ typedef struct {
     /* Called before each unit, while it is not yet the current one, and after it. NULL: nothing to do. */
     s1f_status (*begin_unit)(void *context);
     s1f_status (*end_unit)(void *context);
+    /* Waits until what a moved unit has saved is back. cell: the unit's, of all stages. */
+    s1f_status (*back)(void *context, int64_t cell);
     /* A device may work behind the host. After a step: waits for its end there, and says when the device came to the
      * step and when its n-th unit ran, on the monotonic clock. NULL: units ran when they were called. */
     s1f_status (*settle_times)(void *context, int64_t *start_ns);
     s1f_status (*unit_times)(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns);
+    s1f_status (*back_time)(void *context, int64_t cell, int64_t *ns); /* when `back` was over there */
 } s1f_compute;
 
 typedef struct { /* one walked instruction, on the monotonic clock */
@@ -71,9 +73,6 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
-/* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages.
- * NULL, as at first: none, and BACK is S1F_ERR_STATE. */
-void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
 /* Runs one step. sequence_length: tokens of the longest sequence, in a tree those of all segments; 0: learn it from the
  * first message, where all are equal chains. sizes: those of the segments, [column] (s1f_column), NULL with 0.
