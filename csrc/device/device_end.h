@@ -31,18 +31,18 @@ typedef struct s1f_device_end s1f_device_end;
 typedef struct {
     s1f_cu_address address; /* receiver: own; sender: the receiver's, by a mover that opens it */
     int64_t capacity;       /* receiver: bytes, 0: none yet */
-    uint64_t generation;    /* counts the memories it has had */
+    uint64_t generation;    /* counts the memories that the place has had */
     s1f_cu_event freed;     /* of the last POST */
-    s1f_cu_event copied;    /* of a copy into it, and its name */
+    s1f_cu_event copied;    /* end of a copy into the place, and the event's name */
     s1f_cu_handle name;
     const s1f_message *message;
-    const void *host_payload; /* of a message that came over the host */
+    const void *host_payload; /* payload of a message that came over the host */
 } s1f_device_place;
 
 typedef struct { /* one message of this step; events are made once and used again by every step */
     s1f_cu_event started, done;
-    s1f_unit unit;   /* that produced it */
-    int32_t is_over; /* nothing to wait for: it had no bytes, or went through host memory */
+    s1f_unit unit;   /* the unit that produced the message */
+    int32_t is_over; /* nothing to wait for: the message had no bytes, or went through host memory */
 } s1f_transfer;
 
 typedef struct { /* how bytes move. Called with the GPU's context current; a function may be NULL. */
@@ -83,7 +83,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t proof_ns; /* not 0: the end proves itself (edge_proof.h): what fails is its own, each wait ends so soon */
     int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
-    int32_t is_leaked;           /* its memory on the GPU stays for good */
+    int32_t is_leaked;           /* memory of the end on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */
     /* the watchdog's: */
     int64_t seen_over, seen_started, stuck_since_ns;

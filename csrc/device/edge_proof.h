@@ -15,7 +15,7 @@
 
 /* A step has begun (s1f_group_begin_step, s1f_device_begin_step), and the end's watchdog has a limit for proofs. */
 s1f_status s1f_edge_proof_post(s1f_edge_end *end, int64_t bytes);
-/* These return once the transfer has ended on this side, with the nanoseconds that it took. data: on the GPU; it may be
+/* Both return once the transfer has ended on this side, with its nanoseconds. data: on the GPU; it may be
  * freed after that, or once the end is closed and keeps nothing. */
 s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t bytes, int64_t *ns);
 s1f_status s1f_edge_proof_receive(s1f_edge_end *end, int64_t bytes, const void **data, int64_t *ns);

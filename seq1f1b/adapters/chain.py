@@ -259,7 +259,7 @@ class _Cut:
             if is_size(node):
                 raise ValueError(
                     f"forward of {type(self.model).__name__} uses {node} behind the cut, in {needed[node]}: "
-                    "it is a number, which no stage hands on; take it there"
+                    f"{node} is a number, which no stage hands on; compute the number there"
                 )
         return found
 

@@ -64,9 +64,9 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
     first, other = once(True), once(False)
     if str(first.graph) != str(other.graph):
         raise Refused(
-            f"{whose} is another one in training than in evaluation (self.training, or F.dropout), with gradients than "
-            "without (torch.is_grad_enabled()), under autocast, or in each call: put what differs into a module of its "
-            "own, as nn.Dropout"
+            f"{whose} differs between training and evaluation (self.training, or F.dropout), with and without "
+            "gradients (torch.is_grad_enabled()), under autocast, or between calls: put what differs into a module of "
+            "its own, as nn.Dropout"
         )
     check_lengths(model, first.graph)
     _leave_losses_out(first.graph)

@@ -91,13 +91,13 @@ class _Segmented:
         order = build(source, ranks, n_microbatches, n_segments, len(stages))
         if order.parents is not None:
             raise ValueError(
-                "the segments of this schedule are trees, which torch's have no word for: use PipelineEngine"
+                "the segments of this schedule are trees, which torch's schedules cannot hold: use PipelineEngine"
             )
         for stage in stages:
             rank, group_rank = order.rank_of_stage[stage.stage_index], stage.group_rank
             if rank != group_rank:
                 raise ValueError(
-                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, it is on {group_rank}"
+                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, but lies on rank {group_rank}"
                 )
         return order
 
@@ -143,7 +143,7 @@ class _Segmented:
         whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
             if microbatches is not None and not (value is None or value in ((), {})):
-                raise ValueError(f"{name} stands for the whole batch's: give one of the two")
+                raise ValueError(f"{name} stands for an argument of the whole batch: give one of the two")
         split_args, split_kwargs = self._split_inputs(args, kwargs)
         arg_mbs = split_args if arg_mbs is None else arg_mbs
         kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs

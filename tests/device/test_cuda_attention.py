@@ -22,7 +22,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import Tensor
 
 import seq1f1b
-import seq1f1b.engine.engine
+import seq1f1b.engine.set_up
 import seq1f1b.transport
 from seq1f1b.attention.causal import causal_attention, layer_handle, positions
 from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library
@@ -163,7 +163,7 @@ def test_where_cudnn_is_taken(
     assert len(recwarn) == told
     for warning in recwarn:
         assert (
-            f"must be 91501 or newer, because older ones read beyond the queries, and is {version or 0}; install "
+            f"must be 91501 or newer, because older versions read beyond the queries, and is {version or 0}; install "
             in (str(warning.message))
         )
     cuda_attention._is_new.cache_clear()
@@ -427,7 +427,7 @@ def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
 
 def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a step makes or is given is on the stages' device: torch refuses to mix the CPU with the meta device."""
-    monkeypatch.setattr(seq1f1b.engine.engine, "common_device", lambda modules: torch.device("meta"))
+    monkeypatch.setattr(seq1f1b.engine.set_up, "common_device", lambda modules: torch.device("meta"))
     monkeypatch.setattr(seq1f1b.engine.runner, "step_on", lambda device: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no meta device
     config = Config(kv_heads=2)
