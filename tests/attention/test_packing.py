@@ -336,7 +336,7 @@ def test_rows_are_filled_by_the_best_fit_and_refuse_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=text):
             pack_documents(lengths, 10)
-    with pytest.raises(ValueError, match=r"documents have lengths \[3\], those of lengths \[2, 1\] were packed"):
+    with pytest.raises(ValueError, match=r"documents have lengths \[3\], but documents of lengths \[2, 1\] were"):
         pack_documents([2, 1], 4).join([torch.zeros(3)], fill=0)
 
 

@@ -192,7 +192,7 @@ def test_an_order_of_its_own() -> None:
     order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=1)
     with pytest.raises(ValueError, match="give the engine the name of a schedule"):
         step_alone([[3, 2], [4]], schedule=order)
-    with pytest.raises(ValueError, match="the schedule is one of rows: give its name"):
+    with pytest.raises(ValueError, match="the schedule is for rows of unequal segments: give its name"):
         rows = build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=[2, 1])
         step_alone([[3, 2], [4]], schedule=rows)
     with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):

@@ -227,7 +227,7 @@ def test_verify_runs_each_path_alone() -> None:
 
     assert all(found.ok for found in run_ranks(2, lambda group: run(group, torch.nn.Identity())))
     assert not any(found.ok for found in run_ranks(2, lambda group: run(group, Centred())))
-    with pytest.raises(ValueError, match="verify over trees cannot compare what add_loss adds"):
+    with pytest.raises(ValueError, match="verify over trees cannot compare losses of add_loss"):
         run(LoopbackGroup(1)[0], Adding())
 
 

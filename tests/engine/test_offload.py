@@ -105,7 +105,7 @@ class InMemory:
 
     def wait(self, number: int) -> None: ...
 
-    def load(self, number: int, addresses, sizes) -> None:
+    def load(self, number: int, storages, addresses) -> None:
         import ctypes
 
         for address, copy_ in zip(addresses, self.copies, strict=True):

@@ -40,7 +40,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Limits(first_step=float("nan")), ValueError, "Limits.first_step is nan, must be above 0"),
     (lambda: Memory("some"), ValueError, "Memory.recompute is 'some', must be 'none', 'all' or a callable of a unit"),
     (lambda: Memory(check=1), TypeError, "Memory.check is 1, must be True or False"),
-    (lambda: Memory(blocks="blocks"), TypeError, "Memory.blocks is 'blocks', must be the name of a list of blocks"),
+    (lambda: Memory(blocks="blocks"), TypeError, r"Memory.blocks is 'blocks', must be \(name of a list of blocks"),
     (lambda: Memory(blocks=("blocks", 2)), ValueError, r"Memory.blocks: the share is 2, must be in 0\.\.1"),
     (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory or seq1f1b.HOST, got int"),
     (lambda: Memory(units="all"), ValueError, "Memory.units says which units move; say where by offload=, a directory"),
@@ -73,10 +73,8 @@ def refused(schedule: Any, **options: Any) -> str:
 
 def test_what_says_no_order(tmp_path: Path) -> None:
     text = refused("seq1f2b")
-    assert (
-        text == "ValueError: there is no schedule named 'seq1f2b', and no such file of a plan; did you mean 'seq1f1b'?"
-    )
-    assert "no such file of a plan; there are " in refused(str(tmp_path))  # a folder
+    assert text.endswith("no schedule named 'seq1f2b', and no file of a plan with this name; did you mean 'seq1f1b'?")
+    assert "no file of a plan with this name; there are " in refused(str(tmp_path))  # a folder
     (tmp_path / "plan").write_text("{}")
     assert refused(str(tmp_path / "plan"), num_microbatches=None).startswith("ValueError: ")
     assert refused(lambda **counts: "F0.0 B0.0") == (
