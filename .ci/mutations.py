@@ -77,7 +77,7 @@ MUTATIONS = {
         file="seq1f1b/engine/weighting.py",
         line="seeds = [share * self._mean_scale for",
         instead="seeds = [self._mean_scale for",
-        tests="tests/engine/test_gradients.py",
+        tests="tests/engine/test_random_steps.py",
     ),
     "ranks that agree before all have come": Mutation(
         ring="core",
@@ -88,7 +88,7 @@ MUTATIONS = {
     ),
     "a recomputation that saves time": Mutation(
         ring="planner",
-        file="seq1f1b/planning/by_parts.py",
+        file="seq1f1b/planning/tables.py",
         line="1.5 * traffic + again",
         instead="1.5 * traffic - again",
         tests="tests/planning/test_cost.py tests/planning/test_recorded_plans.py",

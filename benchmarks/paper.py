@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from common import header
 
 from seq1f1b.partition import Layer, ModelShape, partition_sequence
 from seq1f1b.plan import Layout
-from seq1f1b.planning.by_parts import ByParts, UnitBytes
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model
+from seq1f1b.planning.tables import ByParts
 from seq1f1b.schedule import Schedule, build_schedule
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
@@ -45,15 +45,15 @@ class AuthorsCode(ByParts):
         rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
         return super()._saved_bytes(layer, inside) + 2 * self.model.hidden + rotary
 
-    def held(self, tokens: Any) -> list[UnitBytes]:
+    def held(self, tokens: Any) -> tuple[Any, Any, Any]:
         """With the embedding's output: a device saves a part of it, which is a view of the whole."""
         whole = np.int64((1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes * tokens)
-        units = zip(self.stages, super().held(tokens), strict=True)
-        return [unit._replace(saved=unit.saved + whole * kind.is_first) for kind, unit in units]
+        saved, kept, added = super().held(tokens)
+        return saved + whole * self.first, kept, added
 
-    def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
+    def cached(self, tokens: Any) -> tuple[Any, Any]:
         """Gradients of keys and values stay only from segment to segment."""
-        return super().cached(counts, tokens)[0], 0.0
+        return (keys := super().cached(tokens)[0]), 0.0 * keys
 
 
 class Case(NamedTuple):

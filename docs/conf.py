@@ -76,7 +76,7 @@ nitpick_ignore = [
         "Ragged",
         "Terms",
         "seq1f1b.seconds.Span",
-        "seq1f1b.planning.by_parts.ByParts",
+        "seq1f1b.planning.tables.ByParts",
         "seq1f1b.testing.T",
         "seq1f1b.engine.batch.StepArguments",
         "seq1f1b.engine.step.StepRecord",

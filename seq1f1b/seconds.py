@@ -46,19 +46,9 @@ class PassSeconds(NamedTuple):
         return self.forward + self.backward
 
 
-class ShardSeconds(NamedTuple):
-    """Seconds of S, T, E and G on a rank, for a vocabulary over the ranks."""
-
-    statistics: float
-    loss: float
-    embed: float
-    embed_gradient: float
-
-
 NO_SECONDS = PassSeconds(0.0, 0.0, 0.0, 0.0)
 PASSES = {letter: name for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True) if name in PassSeconds._fields}
 """Names by letter, in the order of the core."""
-SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True)}
 
 
 def _pairs_of_first(tokens: Any, window: int) -> Any:
@@ -128,23 +118,6 @@ def spans_of(
         ends.append(begin + size)
         spans.append(Span(size, pairs[0], begin + size, tuple(pairs[1:])))
     return spans
-
-
-def seconds_of(source: Any, span: Span) -> Any:
-    """Returns seconds of all units of a span of arrays as a ``PassSeconds`` of arrays [stage, unit].
-
-    source: parts of a model on a machine or in a profile, or measured stages. ``kinds`` has a number for each stage,
-        equal for stages of equal cost; ``seconds(span)`` returns a unit's seconds for each kind, and ``shard(span)``
-        the seconds of a vocabulary over the ranks.
-    """
-    by_kind = [[seconds + 0.0 * span.tokens for seconds in found] for found in source.seconds(span)]
-    return PassSeconds._make(np.array(tables)[list(source.kinds)] for tables in zip(*by_kind, strict=True))
-
-
-def shards_of(source: Any, span: Span) -> dict[str, Any]:
-    """Returns seconds of a vocabulary over the ranks by names of :class:`seq1f1b.Costs`: arrays [stage, unit]."""
-    rows = source.shard(span)._asdict().items()
-    return {name: np.array([seconds + 0.0 * span.tokens] * len(source.kinds)) for name, seconds in rows}
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:

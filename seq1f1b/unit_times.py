@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from seq1f1b.seconds import PASSES, SHARD_PASSES, Fit, PassSeconds, ShardSeconds, Span, fit_seconds
+from seq1f1b.seconds import PASSES, Fit, PassSeconds, Span, fit_seconds
 from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__: list[str] = []
 Terms: TypeAlias = "dict[tuple[str, int], Fit]"
 """By pass and stage."""
 
+_SHARDS = {"statistics": "S", "loss": "T", "embed": "E", "embed_gradient": "G"}  # passes of a vocabulary over the ranks
 _ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # only ratios count: passes without measurement follow them
 
 
@@ -57,32 +58,37 @@ class MeasuredUnits:
 
     def __init__(self, terms: Terms, like: Any = None) -> None:
         self._like = like
-        self.kinds: Sequence[int] = range(1 + max(stage for _, stage in terms) if like is None else len(like.kinds))
+        num_stages = 1 + max(stage for _, stage in terms) if like is None else len(like.layers)
         self._stages = [
             {name: terms[letter, stage] for letter, name in PASSES.items() if (letter, stage) in terms}
-            for stage in self.kinds
+            for stage in range(num_stages)
         ]
-        self._shards = [
-            [fit for (letter, _), fit in terms.items() if letter == SHARD_PASSES[name]] for name in ShardSeconds._fields
-        ]
+        self._shards = {
+            name: [fit for (each, _), fit in terms.items() if each == letter] for name, letter in _SHARDS.items()
+        }
         self.splits = any("weight" in fits for fits in self._stages)
         whole = [fits[name] for fits in self._stages for name in ("forward", "backward") if name in fits]
         attention = sum(fit.per_pair for fit in whole)
         self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
         self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
 
-    def seconds(self, span: Span) -> list[PassSeconds]:
-        """Returns the seconds of a unit over the span, for each stage."""
-        if self._like is None:
-            return [_measured(fits, span, _ASSUMED) for fits in self._stages]
-        known = self._like.seconds(span)
-        kinds = zip(self._stages, self._like.kinds, strict=True)
-        return [_measured(fits, span, known[kind]) for fits, kind in kinds]
+    def seconds(self, span: Span) -> Any:
+        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""
+        known = None if self._like is None else self._like.seconds(span)
+        stages = []
+        for stage, fits in enumerate(self._stages):
+            like = _ASSUMED if known is None else PassSeconds(*(table[stage] for table in known))
+            stages.append([seconds + 0.0 * span.tokens for seconds in _measured(fits, span, like)])
+        return PassSeconds._make(np.array(table) for table in zip(*stages, strict=True))
 
-    def shard(self, span: Span) -> ShardSeconds:
-        """Returns the seconds of a vocabulary over the ranks, the mean of all ranks; 0 without measurements."""
-        each = ([fit.seconds(span.tokens, span.pairs) for fit in fits] for fits in self._shards)
-        return ShardSeconds(*(sum(seconds) / max(1, len(seconds)) for seconds in each))
+    def shards(self, span: Span) -> dict[str, Any]:
+        """Returns the seconds of S, T, E and G of a vocabulary over the ranks, the mean of all ranks; 0 without
+        measurements: arrays [stage, unit], by names of :class:`seq1f1b.Costs`."""
+        found = {}
+        for name, fits in self._shards.items():
+            seconds = sum(fit.seconds(span.tokens, span.pairs) for fit in fits) / max(1, len(fits))
+            found[name] = np.array([seconds + 0.0 * span.tokens] * len(self._stages))
+        return found
 
 
 def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:

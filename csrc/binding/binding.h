@@ -24,8 +24,8 @@ s1f_status s1f_check_signals(void);
 struct s1f_group;
 /* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
-PyObject *s1f_decode(const char *text); /* what it quotes may be cut within a character */
-/* Gives the exception that is set the same attributes, if it is a PipelineError. */
+PyObject *s1f_decode(const char *text); /* quotes in the text may be cut within a character */
+/* Gives these attributes to the exception that is set, if it is a PipelineError. */
 void s1f_tell_failure(const struct s1f_group *group);
 int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the module; -1 with the exception set */
 
@@ -34,8 +34,8 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
 /* X(name) for each type s1f_<name> of the core whose handle is a capsule around the core's pointer:
  *   s1f_to_<name>: reads a handle; TypeError where it is no handle of this type.
  *   s1f_new_<name>: a handle that takes the pointer over and frees it, without the GIL, when the last reference goes;
- *     it keeps `borrowed` (NULL: nothing), in which lives what the core's object borrows. The exception of the status
- *     where that is not S1F_OK. */
+ *     the handle keeps `borrowed` (NULL: nothing) alive, from which the core's object borrows. Raises the exception
+ *     of a status other than S1F_OK. */
 #define S1F_HANDLES(X)                                                                                                 \
     X(schedule)                                                                                                        \
     X(program)                                                                                                         \
@@ -100,9 +100,9 @@ typedef struct {
     const char *name;
     void *out;
 } s1f_parameter;
-/* Reads each; of those left out at the end, as of None. Either way the arguments are released after the call. */
+/* Reads each argument, None where it is left out at the end. Either way the arguments are released after the call. */
 int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parameter *parameters);
-/* A PipelineError of a call that has failed gets what the group says that is, or belongs to, one of the arguments. */
+/* A PipelineError of a failed call gets the failure of the group that is, or belongs to, one of the arguments. */
 void s1f_release_arguments(const s1f_parameter *parameters, int has_failed);
 
 /* Values of 8 bytes each, of an array or None that a tuple holds. */

@@ -10,12 +10,12 @@
 
 typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments; /* keep what the executor and the next seven borrow */
+    PyObject *arguments; /* keep objects that the executor and the next seven fields borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
     s1f_host_tier *tier; /* where its moved units are, NULL: nowhere */
-    int64_t device_step; /* its count when the last step began */
+    int64_t device_step; /* its count of steps when the last step began */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
@@ -265,7 +265,7 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     walker->run = walker->fill = walker->back = walker->segment_sizes = walker->messages.make_views = NULL;
     if (status == S1F_OK)
         return s1f_messages_leave_all(&walker->messages);
-    s1f_raise_for_group(status, walker->group); /* the step's error is told, not one of what follows */
+    s1f_raise_for_group(status, walker->group); /* the step's error is raised, not a later one */
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     if (s1f_messages_leave_all(&walker->messages) != S1F_OK)

@@ -197,8 +197,8 @@ class StageStep:
         output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
         if unit.auxiliary and len(paths) > 1:
             raise ValueError(
-                "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
-                "share; verify a step of rows"
+                "verify over trees cannot compare losses of add_loss, which count the tokens of several paths once; "
+                "verify a step of rows"
             )
         return output
 

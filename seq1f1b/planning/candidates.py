@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +16,7 @@ from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import Made, Orders
-from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
+from seq1f1b.schedule import Family
 from seq1f1b.seconds import Span
 
 __all__ = ["STEPS", "Candidate", "Found", "Pricing", "Uncertain", "group_lengths", "of_shards"]
@@ -171,7 +169,7 @@ class Pricing:
         seconds = []
         for each, cost in zip(lengths, alone, strict=True):
             whole, parts = cost.span(0, cost.seq_len), cost.parts
-            layers = (n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts))
+            layers = (n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts.sum(0).tolist()))
             seconds.append(each.share * sum(layers))
         main = lengths[seconds.index(max(seconds))].seq_len  # the length on which a run spends most of its time
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
@@ -239,19 +237,24 @@ class Pricing:
         sizes = np.array([1 << i for i in range(5, 21)], float)
         cost = self._cost_of(self.longest, 1, self.layout)
         span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
-        rates = cost.source.seconds(span)[cost.source.kinds[0]].total / sizes
+        rates = cost.source.seconds(span).total[0] / sizes
         return int(sizes[np.argmax(rates <= 2 * rates[-1])])
 
     # -- orders
+
+    def orders(self, found: Found) -> Orders:
+        """Returns the orders for a candidate."""
+        candidate, M = found.candidate, self.num_microbatches
+        shares = [each.share for each in self.lengths]
+        steps = {"steps": STEPS[self.optimizer_sync], "optimizer_sync": self.optimizer_sync}
+        return Orders(candidate.family, found.prices, M, self.cap, candidate.remedies, shares, steps)
 
     def priced(self, found: Found, *, is_quick: bool = False) -> Found | None:
         """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies.
 
         is_quick: searches for an order at one level and cap, not at several.
         """
-        cap, candidate = self.cap, found.candidate
-        build, seconds = partial(self._build, found), partial(self._seconds, found)
-        orders = Orders(candidate.family, found.prices, cap, candidate.remedies, build, seconds, is_quick)
+        cap, candidate, orders = self.cap, found.candidate, self.orders(found)._replace(is_quick=is_quick)
         if candidate.is_searched:
             choices = [orders.with_remedies()]
         else:
@@ -265,30 +268,10 @@ class Pricing:
                 if made.peak <= cap:
                     return None
                 choices = list(map(orders.fit, choices))
-        simulated = [self._simulated(found, made) for made in choices]
+        simulated = [self._simulated(found, orders, made) for made in choices]
         return min(simulated, key=lambda each: (each.seconds, each.least))
 
-    def _build(self, found: Found, options: Mapping[str, Any]) -> Schedule:
-        family, v, k, *_ = found.candidate
-        counts: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
-        schedule = build_schedule(family.name, options=options, **counts, num_segments=k, stages_per_rank=v)
-        seconds = spread_seconds(found)
-        return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
-
-    def _costs(self, found: Found, schedule: Schedule) -> list[Costs]:
-        moves = "offload" in found.candidate.remedies
-        return [price.costs(schedule, moves=moves) for price in found.prices]
-
-    def _period(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
-        """Returns the seconds from step to step, and the share in which ranks neither compute nor update."""
-        run = schedule.simulate(costs, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
-        assert run.period is not None and isinstance(costs.optimizer, Sequence)
-        return run.period, 1 - (sum(run.busy) + sum(costs.optimizer)) / (run.period * self.num_ranks)
-
-    def _seconds(self, found: Found, schedule: Schedule) -> float:
-        return self.mean([self._period(schedule, costs)[0] for costs in self._costs(found, schedule)])
-
-    def _simulated(self, found: Found, made: Made) -> Found:
+    def _simulated(self, found: Found, orders: Orders, made: Made) -> Found:
         """Returns a copy of the candidate with the order, simulated if the order fits."""
         found = copy.copy(found)
         found.made = made
@@ -296,12 +279,14 @@ class Pricing:
             found.least = made.peak
             return found
         self.num_simulated += 1
-        runs = [self._period(made.schedule, costs) for costs in self._costs(found, made.schedule)]
+        runs = orders.run(made.schedule)
         # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
-        found.periods = [max(run[0], bound) for bound, run in zip(found.bounds, runs, strict=True)]
+        found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
         found.seconds = self.mean(found.periods)
-        idle = self.mean([period * share for period, (_, share) in zip(found.periods, runs, strict=True)])
-        found.bubble = idle / found.seconds
+        work = [
+            sum(run.busy) + sum(price.cost.optimizer_seconds()) for run, price in zip(runs, found.prices, strict=True)
+        ]
+        found.bubble = 1 - self.mean(work) / self.num_ranks / found.seconds
         found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
         return found
 
@@ -309,15 +294,15 @@ class Pricing:
 
     def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
         """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
-        schedule, moves = found.made.schedule, "offload" in found.candidate.remedies
-        periods = [self._period(schedule, costs)[0] for costs in self._costs(found, schedule)]
+        schedule, orders = found.made.schedule, self.orders(found)
+        seconds = orders.seconds(schedule)
 
         def change(name: str, end: float) -> float:
             """Returns by how many seconds the step takes longer if the named number has the value ``end``."""
             changed: dict[str, Any] = {name: end}
-            prices = (price.cost.on(replace(self.hardware, **changed)).price(price.sizes) for price in found.prices)
-            later = (self._period(schedule, price.costs(schedule, moves=moves))[0] for price in prices)
-            return self.mean(map(operator.sub, later, periods))
+            machine = replace(self.hardware, **changed)
+            prices = [price.cost.on(machine).price(price.sizes) for price in found.prices]
+            return orders._replace(prices=prices).seconds(schedule) - seconds
 
         terms = []
         for name, (low, high) in self.hardware.spread.items():
@@ -366,25 +351,23 @@ class Pricing:
             peak_high=tuple([rank.total for rank in high]),
             cap=self.cap,
             optimizer_sync=self.optimizer_sync,
-            options=_told(made.options),
+            options=_lists(made.options),
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=_told(spread_seconds(found)),
+            spread=_lists(prices[-1].spread_seconds),
         )
 
 
-def _told(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with arrays converted to lists, for files."""
-    return json.loads(json.dumps(options, default=lambda array: array.tolist()))  # type: ignore[no-any-return]
+def _lists(value: Any) -> Any:
+    """Returns arrays, also those within lists and dicts, as lists of numbers."""
+    if isinstance(value, dict):
+        return {name: _lists(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_lists, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def of_shards(price: Price) -> float:
     """Returns the seconds of a rank's vocabulary passes in one micro-batch; 0 if the vocabulary is not spread."""
     return float(sum(table[0].sum() for table in price.shard_seconds.values()))
-
-
-def spread_seconds(found: Found) -> dict[str, Any]:
-    """Returns the seconds by which an order places the passes of a spread vocabulary; {} if it is not spread."""
-    price = found.prices[-1]
-    return price.seconds._asdict() | price.shard_seconds if price.shard_seconds else {}

@@ -257,20 +257,13 @@ class _Work(SimpleNamespace):
             elif self.model is None or "costs" not in family.options:
                 return build_schedule(family.name, **counts)
             else:
-                return self._order_for_costs(family, counts, self._price(v, k))
+                return self._order_for_costs(family, counts["options"], self._price(v, k))
         assert rule is not None
         return rule
 
-    def _order_for_costs(self, family: Family, counts: dict[str, Any], price: Price) -> Schedule:
-        def build(given: dict[str, Any]) -> Schedule:
-            limits = {} if "cap_bytes" in given else counts["options"]
-            return build_schedule(family.name, **{**counts, "options": limits | given})
-
-        def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(price.costs(schedule)).makespan
-
+    def _order_for_costs(self, family: Family, options: dict[str, Any], price: Price) -> Schedule:
         cap = math.inf if self.cap_bytes is None else self.cap_bytes
-        orders = Orders(family, [price], cap, (), build, seconds)
+        orders = Orders(family, [price], self.num_microbatches, cap, options=options)
         made = orders.made_for(cap)
         # All caps that are too low get one and the same order.
         return (made if made.peak <= cap else orders.made_for(_NO_ROOM)).schedule

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ import numpy as np
 from seq1f1b import _C
 from seq1f1b.partition import ModelShape, balanced, partition_sequence
 from seq1f1b.plan import Layout
-from seq1f1b.planning.by_parts import ByParts, UnitBytes, check_layout, whole_bytes
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.tables import ByParts, CostTables, check_layout, cost_tables, whole_bytes
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import Span, arrays_of, seconds_of, shards_of, spans_between, spans_of
+from seq1f1b.seconds import Span, arrays_of, spans_between, spans_of
 from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
@@ -80,8 +80,8 @@ class CostModel:
     def on(self, hardware: Hardware) -> CostModel:
         """Returns a model with equal stages on another machine."""
         other = copy.copy(self)
-        other.hardware, other.parts = hardware, self.parts.on(hardware)
-        other.source, _ = other.parts, other.__dict__.pop("_piece_seconds", None)
+        other.hardware, _ = hardware, other.__dict__.pop("_piece_seconds", None)
+        other.source = other.parts = hardware.parts(self.model, self.layout, self.layers, self.num_ranks)
         return other
 
     def measured(self, terms: Terms) -> CostModel:
@@ -129,16 +129,17 @@ class CostModel:
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         spans = spans_between(self._documents, bounds, self.parts.windows)
         embedding, head = self.parts.ends(spans, floor=False)
-        layers = sum(n * self.parts.layer(spans, kind, False).total for kind, n in enumerate(self.parts.counts) if n)
+        counts = self.parts.counts.sum(0).tolist()
+        layers = sum(n * self.parts.layer(spans, kind, False).total for kind, n in enumerate(counts) if n)
         found: list[float] = (layers + head.total + embedding.total + 0.0 * spans.tokens).tolist()
         return found
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Returns the layers of each stage that make the slowest stage fastest, head included."""
         whole = self.span(0, self.seq_len)
-        of_kinds = [self.parts.layer(whole, kind, False).total for kind in range(len(self.parts.counts))]
+        of_kinds = [self.parts.layer(whole, kind, False).total for kind in range(len(self.parts.layer_kinds))]
         layers, head = [of_kinds[place] for place in self.parts.places], self.parts.ends(whole)[1].total
-        if len(self.parts.counts) > 1:
+        if len(of_kinds) > 1:
             return tuple(balanced(layers, head, self.num_stages))
         others = self.num_stages - 1
         if others == 0:
@@ -165,7 +166,7 @@ class CostModel:
 
     def _edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
         """Returns the results of :meth:`links` and :meth:`send_seconds`."""
-        hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.shards)
+        hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.devices)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
         inside = [a == b for a, b in itertools.pairwise(nodes)]
         latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
@@ -180,7 +181,7 @@ class CostModel:
         """
         hw, d = self.hardware, self.layout.data
         moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
-        rate = hw.link(d * self.parts.shards * self.num_ranks)
+        rate = hw.link(d * self.parts.devices * self.num_ranks)
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * parameters for parameters in self.parts.stage_parameters]
@@ -262,34 +263,51 @@ class Price:
         found = [row.parents for row in self.rows]
         return None if self._is_alike or all(own is None for own in found) else found
 
-    # -- tables
+    @property
+    def segments(self) -> int | list[int]:
+        """Number of segments of each row, or of all equal micro-batches, for ``build_schedule``."""
+        return len(self.sizes) if self._is_alike else [len(row.sizes) for row in self.rows]
 
-    def _table(self, by_kind: Iterable[Any]) -> Any:
-        """Returns a table from the values of all units, given by kind of stage."""
-        return np.array(list(by_kind))[self.cost.parts.kinds]
+    # -- tables
 
     def microbatches(self, row: Any) -> list[Any]:
         """Splits the row of a stage in a table by micro-batch; equal micro-batches are one part."""
         return np.split(row, self._ends[:-1])
 
     @cached_property
-    def _span(self) -> Span:
-        """Spans of all segments, in arrays."""
-        windows = self.cost.parts.windows
+    def _tables(self) -> CostTables:
+        """Costs of all units."""
+        cost, windows = self.cost, self.cost.parts.windows
         if self._is_alike:
-            return spans_between(self.rows[0].documents, list(itertools.accumulate(self.sizes, initial=0)), windows)
-        return arrays_of([span for row in self.rows for span in row.spans_in(windows)])
+            bounds = list(itertools.accumulate(self.sizes, initial=0))
+            found = cost_tables(cost.parts, spans_between(self.rows[0].documents, bounds, windows), cost.source)
+        else:
+            spans = arrays_of([span for row in self.rows for span in row.spans_in(windows)])
+            found = cost_tables(cost.parts, spans, cost.source)
+        if cost.layout.copies_prefix:  # the last copy has all keys
+            found.saved[:, -1] += whole_bytes(cost.parts.cached(cost.seq_len)[0])
+        return found
 
-    @cached_property
+    @property
     def seconds(self) -> Any:
         """Seconds of each pass, as a ``PassSeconds`` of tables."""
-        return seconds_of(self.cost.source, self._span)
+        return self._tables.seconds
 
-    @cached_property
+    @property
     def shard_seconds(self) -> dict[str, Any]:
         """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
-        is_spread = self.cost.parts.spreads and self._is_alike
-        return shards_of(self.cost.source, self._span) if is_spread else {}
+        return self._tables.shards if self._is_alike else {}
+
+    @property
+    def spread_seconds(self) -> dict[str, Any]:
+        """Seconds by which an order places the passes of a vocabulary over the ranks, by names of
+        :class:`seq1f1b.Costs`; {} without such passes."""
+        return self.seconds._asdict() | self.shard_seconds if self.shard_seconds else {}
+
+    @property
+    def message_bytes(self) -> Any:
+        """Bytes of a message on one of the devices of a stage, an array [unit]."""
+        return self._tables.message
 
     @property
     def imbalance(self) -> float:
@@ -308,12 +326,7 @@ class Price:
         if not hw.tier_bandwidth:
             raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
         rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
-        return {name: rate * self._held.saved for name, rate in rates.items()}
-
-    @cached_property
-    def message_bytes(self) -> Any:
-        """Bytes of a message on one of the devices of a stage, an array [unit]."""
-        return whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
+        return {name: rate * self._tables.saved for name, rate in rates.items()}
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
         """Returns the costs of a step of the order; for rows, without optimizer and without seconds of senders.
@@ -337,27 +350,13 @@ class Price:
 
     # -- bytes of units
 
-    @cached_property
-    def _held(self) -> UnitBytes:
-        """Tables of the bytes of all units."""
-        held = UnitBytes(*map(self._table, zip(*self.cost.parts.held(self._span.tokens), strict=True)))
-        if self.cost.layout.copies_prefix:
-            held.saved[:, -1] += whole_bytes(self._cached(self.cost.seq_len)[0])  # the last copy has all keys
-        return held
-
-    def _cached(self, tokens: Any) -> tuple[Any, Any]:
-        """Returns the bytes of keys and values, and of the gradients of both, by stage; tokens: a number or [unit]."""
-        parts = self.cost.parts
-        keys, gradients = zip(*(parts.cached(kind.counts, tokens) for kind in parts.stages), strict=True)
-        return self._table(keys), self._table(gradients)
-
     def held_bytes(self) -> Any:
         """Returns a table of the most bytes that a unit holds before or after I, for orders with a cap in bytes. The
         first segment includes the micro-batch's cache, which is freed after the first segment's backward."""
         first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
-        saved, kept, added = self._held
-        most = np.maximum(saved, kept + added)
-        most[:, first] += whole_bytes(self._cached(self._slot_tokens)[0])[:, None]
+        tables = self._tables
+        most = np.maximum(tables.saved, tables.kept + tables.added)
+        most[:, first] += whole_bytes(self.cost.parts.cached(self._slot_tokens)[0])[:, None]
         return most
 
     def least_bytes(self) -> float:
@@ -366,7 +365,7 @@ class Price:
         cost, hw = self.cost, self.cost.hardware
         static = _state_bytes(cost) * sum(cost.parts.stage_parameters)
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        of_segments = self._held.saved[:, begin:end].sum(0).tolist()
+        of_segments = self._tables.saved[:, begin:end].sum(0).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
         for parent, saved in zip(parents, of_segments, strict=True):
             paths.append(saved + (paths[parent] if parent >= 0 else 0))
@@ -376,18 +375,20 @@ class Price:
     def _unit_bytes(self) -> dict[str, Any]:
         """Fields of :class:`seq1f1b.StepMemory` that do not depend on the placement of stages. The cache is included if
         pages come and go with units; a cache that is held throughout the step is counted in ``rank_bytes``."""
-        cost, parts, layout = self.cost, self.cost.parts, self.cost.layout
-        names = ("activations", "kept_activations", "output_gradients")
-        found: dict[str, Any] = dict(zip(names, self._held, strict=True))
-        if work := parts.work(self._span.tokens):
-            forward, backward = map(self._table, zip(*work, strict=True))
-            found |= {"forward_work": forward, "backward_work": backward}
+        parts, layout, tables = self.cost.parts, self.cost.layout, self._tables
+        found: dict[str, Any] = {
+            "activations": tables.saved,
+            "kept_activations": tables.kept,
+            "output_gradients": tables.added,
+        }
+        if tables.work is not None:
+            found |= dict(zip(("forward_work", "backward_work"), tables.work, strict=True))
         if parts.spreads and self._is_alike:
-            found["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
+            found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
         if self._releases:
-            found["kv_rows"], found["kv_gradient_rows"] = map(whole_bytes, self._cached(self._span.tokens))
+            found["kv_rows"], found["kv_gradient_rows"] = map(whole_bytes, parts.cached(np.array(self.sizes, float)))
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
-            copies = 2 * layout.copies_prefix * self._cached(cost.seq_len)[0]
+            copies = 2 * layout.copies_prefix * parts.cached(self.cost.seq_len)[0]
             found["kv_gradients"] = whole_bytes(copies).tolist()
         return found
 
@@ -405,7 +406,7 @@ class Price:
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Returns the bytes of all tensors of a step; :meth:`rank_bytes` adds workspace and the allocator's reserve."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        kv, gradients = self._cached(self._slot_tokens)
+        kv, gradients = parts.cached(self._slot_tokens)
         if cost.layout.copies_prefix:  # the last copy and the copy's gradient
             kv, gradients = 0.0 * kv, 2 * kv
         return replace(
@@ -476,13 +477,13 @@ class Price:
         if schedule.parents is not None:
             sizes = array("q", self.sizes)
             tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
+        of_slots = parts.cached(np.array(tokens, float))  # arrays [stage, rank]
         for stages in zip(*stages_of, strict=True):  # one stage of each rank
             counted = [int(stage in stages) for stage in range(schedule.num_stages)]
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             for rank, stage in enumerate(stages):
-                slot, gradient_slot = parts.cached(parts.stages[parts.kinds[stage]].counts, tokens[rank])
-                kv[rank] += slots.kv[rank] * slot
-                gradients[rank] += slots.kv_gradients[rank] * gradient_slot
+                kv[rank] += slots.kv[rank] * float(of_slots[0][stage, rank])
+                gradients[rank] += slots.kv_gradients[rank] * float(of_slots[1][stage, rank])
         return kv, gradients
 
     def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:
@@ -500,7 +501,7 @@ class Price:
         copies = 0.0
         if self.cost.layout.copies_prefix:
             prefixes = list(itertools.accumulate(self.sizes))[1:-1]
-            copies = self._cached(sum(prefixes))[0].max()
+            copies = self.cost.parts.cached(sum(prefixes))[0].max()
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 

@@ -89,7 +89,7 @@ def check_decoder(model: ModelShape, seq_len: int) -> None:
             "seq1f1b.planning.profiler.measure_stage"
         )
     if (model.head_dim or model.hidden // model.heads) % 2:
-        raise ValueError(f"rotary positions need an even head size, this is {model.head_dim or model.hidden}")
+        raise ValueError(f"rotary positions need an even head size, got {model.head_dim or model.hidden}")
 
 
 def profile_model(

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from seq1f1b.files import check_names, is_number, nearest_name, parse_json, read
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import INSIDE, Layout
-from seq1f1b.planning.by_parts import ByParts, ByProfile
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.tables import ByParts, ByProfile
 from seq1f1b.seconds import PassSeconds
 
 __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
@@ -48,7 +48,7 @@ class Hardware:
         inside_send, between_send: seconds for which a message occupies the sender.
         *_exposed: share of the communication of tensor, expert or data parallelism that no computation hides.
         collective_latency: seconds of a collective of tensor parallelism, without the transfer of bytes.
-        activation_factor: factor from the tensors counted in ``by_parts`` to saved activations.
+        activation_factor: factor from the tensors counted in ``planning/tables.py`` to saved activations.
         allocator_reserve: share of the bytes changing during a step that the allocator loses to fragments.
         length_pools: 1 if freed blocks of segments of one length do not serve another length, else 0.
         collective_buffers: whole hidden states of a segment, per layer of a unit under tensor parallelism, that stay

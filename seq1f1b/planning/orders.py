@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b.files import nearest_name
 from seq1f1b.planning.cost import Price, RankBytes
-from seq1f1b.schedule import Family, Schedule, families
+from seq1f1b.schedule import Costs, Family, Schedule, Simulation, build_schedule, families
 
 __all__ = ["Made", "Orders", "families_named"]
 
@@ -43,20 +43,26 @@ class Orders(NamedTuple):
 
     Attributes:
         prices: prices of the units, for steps of each length, the longest last.
+        num_microbatches: micro-batches of a step; steps of rows have as many as rows.
         cap: bytes that a rank may hold.
         remedies: ways of units to save memory until an order fits, see :meth:`seq1f1b.Schedule.fit`.
-        build: function that makes an order from options of the family.
-        seconds: function that times an order.
+        shares: share of the steps of each length.
+        steps: arguments of :meth:`seq1f1b.Schedule.simulate` for several steps in a row; {}: a single step counts.
+        options: further options of the family, for orders without a cap in bytes.
+        prefetch: receive places of orders.
         is_quick: tries one order for each cap, and one level: a first look at a searched order.
         is_whole: tries whole backwards alone; the last order counts recomputation even in a first look.
     """
 
     family: Family
     prices: Sequence[Price]
+    num_microbatches: int
     cap: float
-    remedies: Sequence[str]
-    build: Callable[[dict[str, Any]], Schedule]
-    seconds: Callable[[Schedule], float]
+    remedies: Sequence[str] = ()
+    shares: Sequence[float] = (1.0,)
+    steps: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+    prefetch: int | None = None
     is_quick: bool = False
     is_whole: bool = False
 
@@ -64,6 +70,33 @@ class Orders(NamedTuple):
     def price(self) -> Price:
         """Price of the longest steps, for which orders are made."""
         return self.prices[-1]
+
+    def build(self, options: Mapping[str, Any]) -> Schedule:
+        """Builds the order with the given options of the family."""
+        price, num_ranks = self.price, self.price.cost.num_ranks
+        schedule = build_schedule(
+            self.family.name,
+            num_ranks=num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=price.segments,
+            stages_per_rank=price.cost.num_stages // num_ranks,
+            options={**({} if "cap_bytes" in options else self.options), **options},
+            parents=price.parents,
+            prefetch=self.prefetch,
+        )
+        if not price.shard_seconds:
+            return schedule
+        return schedule.spread_vocabulary(costs=Costs(**price.spread_seconds), embedding=True)
+
+    def run(self, schedule: Schedule) -> list[Simulation]:
+        """Simulates the order with the steps of each length."""
+        costs = (price.costs(schedule, moves="L" in schedule.kinds) for price in self.prices)
+        return [schedule.simulate(each, **self.steps) for each in costs]
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Returns the seconds of a step, the mean over the lengths."""
+        runs = zip(self.shares, self.run(schedule), strict=True)
+        return sum([share * (run.makespan if run.period is None else run.period) for share, run in runs])
 
     def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> Made:
         """Returns the order with the bytes of each rank, the most over all lengths."""

@@ -38,7 +38,7 @@ from seq1f1b.planning.step_rows import (
     seconds_of_documents,
     tokens_of,
 )
-from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule
+from seq1f1b.schedule import Family, Schedule, Simulation
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
@@ -338,54 +338,40 @@ class _Search:
                 self._try(family, self._rows, found.costs, is_quick=True)
 
     def _try(self, family: Family, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
+        """Keeps the family's order if the order fits and is faster than ``found``; as few units as possible recompute
+        or move."""
+        orders = Orders(
+            family,
+            [costs],
+            len(costs.rows),
+            self._memory,
+            self._remedies,
+            prefetch=self._prefetch,
+            is_quick=is_quick,
+            is_whole=is_quick,
+        )
         try:
-            found = self._orders(family, costs, is_quick)
+            tried = [orders.made_for(self._memory)]
+            if "cap_bytes" in tried[0].options and self._remedies:  # the cap has cost time: remedies may cost less
+                tried.append(orders.with_remedies())
+            for each in tried:
+                fits = each.peak <= self._memory or each.schedule.kinds & {"R", "L"}
+                self._keep(rows, costs, orders, each if fits else orders.fit(each))
         except ScheduleError as error:
             self._refused = error
+
+    def _keep(self, rows: Rows, costs: Price, orders: Orders, made: Made) -> None:
+        self._least = made.peak if self._least is None else min(self._least, made.peak)
+        if made.peak > self._memory:
             return
-        for made in found:
-            order, peak = made.schedule, made.peak
-            self._least = peak if self._least is None else min(self._least, peak)
-            if peak > self._memory:
-                continue
-            simulation = self._simulate(order, costs)
-            if self.found is None or simulation.makespan < self.found.seconds:
-                documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-                plan = (self._lengths, documents, sizes, order, tuple(made.ranks), simulation, costs)
-                trees: dict[str, Any] = {}
-                if costs.parents is not None:
-                    trees = {"parents": tuple(costs.parents), "pieces": tuple(row.pieces for row in rows)}
-                self.found, self._rows = StepPlan(*plan, **trees), rows
-
-    def _simulate(self, order: Schedule, costs: Price) -> Simulation:
-        moves = "offload" in self._remedies and "L" in order.kinds
-        return order.simulate(costs.costs(order, moves=moves))
-
-    def _orders(self, family: Family, costs: Price, is_quick: bool) -> list[Made]:
-        """Returns orders of a family with the ranks' bytes; as few units as possible recompute or move."""
-
-        def build(options: dict[str, Any]) -> Schedule:
-            return build_schedule(
-                family.name,
-                num_ranks=self._cost.num_ranks,
-                num_microbatches=len(costs.rows),
-                num_segments=[len(row.sizes) for row in costs.rows],
-                stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
-                options=options or None,
-                parents=costs.parents,
-                prefetch=self._prefetch,
-            )
-
-        def seconds(order: Schedule) -> float:
-            return self._simulate(order, costs).makespan
-
-        orders = Orders(family, [costs], self._memory, self._remedies, build, seconds, is_quick, is_quick)
-        made = [orders.made_for(self._memory)]
-        if "cap_bytes" in made[0].options and self._remedies:  # the cap has cost time: remedies may cost less
-            made.append(orders.with_remedies())
-        return [
-            each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else orders.fit(each) for each in made
-        ]
+        (simulation,) = orders.run(made.schedule)
+        if self.found is None or simulation.makespan < self.found.seconds:
+            documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
+            plan = (self._lengths, documents, sizes, made.schedule, tuple(made.ranks), simulation, costs)
+            trees: dict[str, Any] = {}
+            if costs.parents is not None:
+                trees = {"parents": tuple(costs.parents), "pieces": tuple(row.pieces for row in rows)}
+            self.found, self._rows = StepPlan(*plan, **trees), rows
 
     def nothing_fits(self) -> Exception:
         """Returns the error for a search that found no order."""

@@ -24,7 +24,7 @@ from seq1f1b.placement import free_bytes
 from seq1f1b.plan import TunedOrder
 from seq1f1b.report.report import Report
 from seq1f1b.schedule import Costs, build_schedule
-from seq1f1b.seconds import arrays_of, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import arrays_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
 
 __all__: list[str] = []
@@ -322,7 +322,7 @@ class Tuner:
             return
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
-        seconds = seconds_of(units, arrays_of(spans_of(sizes)))
+        seconds = units.seconds(arrays_of(spans_of(sizes)))
         tables = [table.tolist() for table in (seconds.forward, seconds.input, seconds.weight)]
         for backward in ("whole", "split") if units.splits else ("whole",):
             for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
@@ -371,5 +371,4 @@ def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[Meas
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
     """Returns the costs of an order with segments of ``sizes`` tokens."""
     spans = arrays_of(spans_of(sizes))
-    shards: dict[str, Any] = {**shards_of(units, spans)}
-    return Costs(**seconds_of(units, spans)._asdict(), **shards)
+    return Costs(**units.seconds(spans)._asdict(), **units.shards(spans))

@@ -1,6 +1,6 @@
-"""Counts the files and functions of the package that a step enters: what somebody who follows a step has to read.
+"""Counts the files and functions of the package that a step or a plan enters: what a reader who follows it reads.
 
-python tests/engine/step_trace.py            # a table of several kinds of step
+python tests/engine/step_trace.py            # a table of several kinds of step, and a plan of one family
 python tests/engine/step_trace.py --list 0   # functions of a warm plain step of rank 0, in the order of first calls
 """
 
@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import seq1f1b
+from seq1f1b.planning.hardware import load_hardware, load_model
+from seq1f1b.planning.search import search_plans
 from seq1f1b.transport import LoopbackGroup
 
 ROOT = Path(seq1f1b.__file__).parent
@@ -103,6 +105,17 @@ def trace(rank: int = 0, warm: bool = True, given: Callable[[], dict[str, Any]] 
     return found
 
 
+def trace_plan() -> Trace:
+    """Traces the search for a plan of one family: Llama 3 8B, 131,072 tokens, 8 ranks, 16 micro-batches, H100."""
+    model, machine, found = load_model("llama3-8b"), load_hardware("h100"), Trace()
+    sys.setprofile(found)
+    try:
+        search_plans(model, machine, seq_len=131072, num_ranks=8, num_microbatches=16, names=["seq1f1b"])
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def kinds(folder: str) -> dict[str, Callable[[], Trace]]:
     """Traces of several kinds of step, by name. Units that move go to a file in the folder."""
     memory, tree = seq1f1b.Memory, {"segment_sizes": [[32] * 4] * 2, "parents": [[-1, 0, 0, 1]] * 2}
@@ -114,6 +127,7 @@ def kinds(folder: str) -> dict[str, Callable[[], Trace]]:
         "with offload": lambda: trace(memory=memory(offload=folder)),
         "of a tree": lambda: trace(given=lambda: tree),
         "a first step": lambda: trace(warm=False),
+        "a plan of one family": trace_plan,
     }
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from seq1f1b.seconds import Fit, PassSeconds, ShardSeconds, Span, arrays_of, pairs_of, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import Fit, PassSeconds, Span, arrays_of, pairs_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of
 
-SPAN = Span(10, 55.0, 10)
+SPAN = Span(*(np.array([x]) for x in (10.0, 55.0, 10.0)))
 
 
 class Known:
-    """Two stages of one kind: F 1, I 3, W 5, B 7, R 0.5 for each token."""
+    """Two stages: F 1, I 3, W 5, B 7, R 0.5 for each token."""
 
-    kinds = (0, 0)
+    layers = (1, 1)
 
-    def seconds(self, span: Span) -> list[PassSeconds]:
-        return [PassSeconds(*(each * span.tokens for each in (1.0, 3.0, 5.0, 7.0, 0.5)))]
-
-    def shard(self, span: Span) -> ShardSeconds:
-        return ShardSeconds(1.0, 2.0, 3.0, 4.0)
+    def seconds(self, span: Span) -> PassSeconds:
+        return PassSeconds(*(np.array([each * span.tokens] * 2) for each in (1.0, 3.0, 5.0, 7.0, 0.5)))
 
 
 def fits(**floors: float) -> dict[tuple[str, int], Fit]:
@@ -39,13 +37,13 @@ def fits(**floors: float) -> dict[tuple[str, int], Fit]:
 def test_what_was_not_measured_follows_the_other_source(
     measured: dict[str, float], expected: tuple[float, ...]
 ) -> None:
-    first, second = MeasuredUnits(fits(**measured), Known()).seconds(SPAN)
-    assert first == pytest.approx(expected) and second == Known().seconds(SPAN)[0]
+    found = np.array(MeasuredUnits(fits(**measured), Known()).seconds(SPAN))[:, :, 0]
+    assert found[:, 0] == pytest.approx(expected) and (found[:, 1] == np.array(Known().seconds(SPAN))[:, 1, 0]).all()
 
 
 def test_without_another_source_i_and_w_are_halves_of_b() -> None:
     units = MeasuredUnits(fits(F=2.0, B=14.0))
-    assert units.seconds(SPAN) == [(2.0, 7.0, 7.0, 14.0, 2.0)] and not units.splits
+    assert np.array(units.seconds(SPAN))[:, 0, 0].tolist() == [2.0, 7.0, 7.0, 14.0, 2.0] and not units.splits
     assert (units.fixed, units.balance) == (16.0, 0.0)
     assert MeasuredUnits(fits(F=2.0, B=14.0, I=8.0, W=7.0)).splits
 
@@ -60,12 +58,7 @@ def test_fitted_units_tell_those_of_another_length() -> None:
     units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
     assert [span.pairs for span in spans] == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
     arrays = arrays_of(spans)
-    assert seconds_of(units, arrays).forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
-    shards = shards_of(units, arrays)
+    assert units.seconds(arrays).forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
+    shards = units.shards(arrays)
     assert shards["statistics"].tolist() == [pytest.approx([7.5, 10.5])] * 2
     assert shards["embed"].tolist() == [[0.0, 0.0]] * 2
-
-
-def test_stages_of_one_kind_take_as_long() -> None:
-    found = seconds_of(Known(), arrays_of(spans_of([3, 4])))
-    assert found.weight.tolist() == [[15.0, 20.0]] * 2

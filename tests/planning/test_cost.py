@@ -15,12 +15,12 @@ import pytest
 from seq1f1b import ModelShape, Schedule, build_schedule, partition_sequence
 from seq1f1b.partition import LayerKind, make_model
 from seq1f1b.plan import Layout
-from seq1f1b.planning.by_parts import check_profile
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import check_decoder
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
 from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.tables import check_profile
 from seq1f1b.seconds import pairs_of, spans_of
 
 SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
@@ -264,11 +264,12 @@ def test_bytes_between_i_and_w_by_hand(recompute):
 def test_bytes_of_cache_state_and_experts_by_hand():
     machine = replace(ideal(), activation_factor=1.0)
     cost = CostModel(MIXED, machine, num_ranks=3, seq_len=40)
-    first, _, last = (cost.parts.stages[kind].counts for kind in cost.parts.kinds)
-    assert (first, last) == ((1, 1, 0), (0, 1, 1))
-    assert cost.parts.cached(first, 10) == (2 * 10 * 2 * 48 * 2, 2 * 10 * 2 * 48 * 4)  # bf16, gradients in fp32
-    assert cost.parts.cached(last, 10) == (10 * 2 * 48 * 2, 10 * 2 * 48 * 4)
-    held = [cost.parts.held(tokens)[cost.parts.kinds[2]].saved for tokens in (0, 1, 11)]
+    first, _, last = cost.parts.counts.tolist()
+    assert (first, last) == ([1, 1, 0], [0, 1, 1])
+    of_first, _, of_last = zip(*cost.parts.cached(10), strict=True)
+    assert of_first == (2 * 10 * 2 * 48 * 2, 2 * 10 * 2 * 48 * 4)  # bf16, gradients in fp32
+    assert of_last == (10 * 2 * 48 * 2, 10 * 2 * 48 * 4)
+    held = [cost.parts.held(tokens)[0][2, 0] for tokens in (0, 1, 11)]
     assert held[0] == 4 * 256 + 2 * 48  # the state that a unit of any length hands on
     assert held[1] - held[0] == SAVED["none"] + 2 * (4 * 64 + 130 + 3 * 96)
     assert held[2] - held[0] == 11 * (held[1] - held[0])

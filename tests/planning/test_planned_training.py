@@ -24,7 +24,7 @@ from seq1f1b.data import DocumentBatches
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
-from seq1f1b.seconds import Span, arrays_of, seconds_of
+from seq1f1b.seconds import Span, arrays_of
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
@@ -291,7 +291,7 @@ def test_steps_are_planned_by_the_units_of_the_engine() -> None:
     assert costs[3].source is costs[3].parts and len(costs) > 6
     for stage, ((floor, per_token), took) in enumerate(zip(terms, (first, last), strict=True)):
         spans = arrays_of([Span(size, size * (size + 1) / 2, size) for size, _ in took])
-        found = [float(seconds) for seconds in seconds_of(costs[-1].source, spans).forward[stage]]
+        found = [float(seconds) for seconds in costs[-1].source.seconds(spans).forward[stage]]
         # A line through units some of which others delayed may tilt a little; a busy machine delays all of them.
         assert all(0.8 * (floor + per_token * size) <= seconds for seconds, (size, _) in zip(found, took, strict=True))
         assert 0.6 < statistics.median(f / seconds for f, (_, seconds) in zip(found, took, strict=True)) < 1.8

@@ -141,7 +141,6 @@ def test_trees_take_less_than_rows(name: str) -> None:
     trees = PrefixTrees(rows, cost=cost)
     assert len(trees) == 8 and not trees.unshared
     of_rows, nested = plan_step([len(row) - 1 for row in rows], cost).seconds, plan_step(trees, cost).seconds
-    print(f"{name}: {trees.tree_token_ratio:.2f} row tokens for one of a tree, {of_rows / nested:.2f} times as fast")
     assert nested < of_rows / 1.3
 
 

@@ -1,14 +1,15 @@
-"""Seconds and bytes of stages, summed over the parts of a model: layers by kind, the embedding in the first stage, the
-head in the last stage."""
+"""Costs of the units of a step, in arrays: seconds and bytes of each pass, stage and segment.
+
+A stage is a sum of parts: layers by kind, the embedding in the first stage, the head in the last stage. The costs of a
+part come from the model's shape and the machine's rates, or from a profile.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
-from collections.abc import Sequence
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,9 @@ import numpy as np
 from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.profile import Part, Profile
-from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
+from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 
 __all__: list[str] = []
@@ -30,24 +29,50 @@ _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # per layer in F, and in I, which gathers the inputs of two products again
 
 
-class StageKind(NamedTuple):
-    """Parts in a stage. ``counts``: layers of each kind."""
+class CostTables(NamedTuple):
+    """Costs of the units of a step: arrays [stage, unit].
 
-    counts: tuple[int, ...]
-    is_first: bool
-    is_last: bool
+    Attributes:
+        seconds: seconds of each pass.
+        shards: seconds of S, T, E and G of a vocabulary over the ranks, by names of :class:`seq1f1b.Costs`; or {}.
+        saved, kept, added: bytes of saved activations, of the part kept until W, and of the gradients that I adds for
+            W.
+        work: most temporary bytes of F, and of B or I; None: unknown.
+        message: bytes of a message on one of the devices of a stage, an array [unit].
+    """
 
-
-class UnitBytes(NamedTuple):
-    """Arrays of bytes, per unit: saved activations, the part kept until W, and the gradients that I adds for W."""
-
+    seconds: PassSeconds
+    shards: dict[str, Any]
     saved: Any
     kept: Any
     added: Any
+    work: tuple[Any, Any] | None
+    message: Any
+
+
+def cost_tables(parts: ByParts, span: Span, source: Any = None) -> CostTables:
+    """Returns the costs of units.
+
+    Args:
+        parts: parts of a model on a machine.
+        span: arrays with an entry for each unit.
+        source: another source of the seconds, such as measured stages; None: the parts.
+    """
+    source, work = source or parts, parts.work(span.tokens)
+    saved, kept, added = map(whole_bytes, parts.held(span.tokens))
+    return CostTables(
+        source.seconds(span),
+        source.shards(span) if parts.spreads else {},
+        saved,
+        kept,
+        added,
+        None if work is None else (whole_bytes(work[0]), whole_bytes(work[1])),
+        whole_bytes(span.tokens * parts.message_bytes),
+    )
 
 
 class ByParts:
-    """Source of the seconds and bytes of units: a model in stages on a machine, computed from the model's shape.
+    """Costs of the parts of a model on a machine, from the model's shape and the machine's rates.
 
     One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
@@ -66,11 +91,11 @@ class ByParts:
         num_ranks: ranks that share a spread vocabulary.
 
     Attributes:
-        kinds: index into ``stages`` for each stage; stages of one kind have equal costs.
-        stages: the kinds of stages.
-        layer_kinds: sizes of layers, by kind. places: the kind of each layer; counts: the number of layers of each.
+        counts: number of layers of each kind in each stage, an array [stage, kind].
+        first, last: 1 for the stage with the embedding, and for the stage with the head, else 0: arrays [stage, 1].
+        layer_kinds: sizes of layers, by kind. places: the kind of each layer.
         windows: the layers' windows, ascending.
-        shards: devices that share a token's work.
+        devices: devices that share a token's work.
         spreads: whether the vocabulary is over the ranks.
         message_bytes: bytes of a token in a message, on one of the devices of a stage.
         cache_bytes: bytes of keys and values, and of the gradients of both, of one token and layer, by kind of layer.
@@ -79,31 +104,20 @@ class ByParts:
     def __init__(
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
-        self.model, self.layout, self.layers, self.num_ranks = model, layout, layers, num_ranks
+        self.model, self.hardware, self.layout = model, hardware, layout
+        self.layers, self.num_ranks = layers, num_ranks
         self.layer_kinds, self.places = layers_of(model)
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
-        of_stages = []
-        for stage, (end, n) in enumerate(zip(accumulate(layers), layers, strict=True)):
-            counts = tuple(map(self.places[end - n : end].count, range(len(self.layer_kinds))))
-            of_stages.append(StageKind(counts, stage == 0, stage == len(layers) - 1))
-        self.counts = tuple(map(sum, zip(*(kind.counts for kind in of_stages), strict=True)))
-        self.stages = list(dict.fromkeys(of_stages))
-        self.kinds = [self.stages.index(kind) for kind in of_stages]
-        self.shards = layout.tensor * layout.context
+        ends, kinds = [0, *accumulate(layers)], range(len(self.layer_kinds))
+        of_stages = [self.places[begin:end] for begin, end in pairwise(ends)]
+        self.counts: Any = np.array([[own.count(kind) for kind in kinds] for own in of_stages])
+        stages = np.arange(len(layers))[:, None]
+        self.first: Any = 1 * (stages == 0)
+        self.last: Any = 1 * (stages == len(layers) - 1)
+        self.devices = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
-        self._use(hardware)
-
-    def on(self, hardware: Hardware) -> Self:
-        """Returns a copy of the parts for another machine."""
-        other = copy.copy(self)
-        other._use(hardware)
-        return other
-
-    def _use(self, hardware: Hardware) -> None:
-        """Computes the attributes that depend on the machine, but not on a span of tokens."""
-        self.hardware, shards, model, layout = hardware, self.shards, self.model, self.layout
-        self.message_bytes = model.hidden * hardware.element_bytes / shards
-        rows = [layer.keys / shards for layer in self.layer_kinds]
+        self.message_bytes = model.hidden * hardware.element_bytes / self.devices
+        rows = [layer.keys / self.devices for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
         # Saved activations of one token and layer without recomputation, by kind of layer.
         self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
@@ -113,7 +127,7 @@ class ByParts:
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
         # A loss that does not contain the head saves an fp32 probability for each word.
-        self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / shards * 4
+        self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / self.devices * 4
 
     # -- seconds
 
@@ -125,10 +139,10 @@ class ByParts:
         unit's length; the rest adds up over segments."""
         hw, layer, layout, hidden = self.hardware, self.layer_kinds[kind], self.layout, self.model.hidden
         t, c, e = layout.tensor, layout.context, layout.expert
-        tokens, width = span.tokens / self.shards, hidden * hw.element_bytes
+        tokens, width = span.tokens / self.devices, hidden * hw.element_bytes
         # Attention, or a recurrence, whose work per token is constant.
         pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
-        flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
+        flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.devices
         attention = flops / (hw.peak * hw.attention_forward_efficiency)
         attention_back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         products = 3 * hidden * layer.ffn  # numbers in the feed-forward's matrices
@@ -140,7 +154,7 @@ class ByParts:
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
-            routed = hw.expert_exposed * moved / hw.link(e * self.shards)
+            routed = hw.expert_exposed * moved / hw.link(e * self.devices)
         collectives = collectives_back = routed
         if t > 1:
             each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / hw.link(t)
@@ -156,7 +170,7 @@ class ByParts:
             latency = hw.collective_latency * hw.tensor_exposed * (t > 1)
             prefix = 0.0
             if layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
-                prefix = layer.keys * hw.element_bytes * span.end / self.shards / hw.bandwidth
+                prefix = layer.keys * hw.element_bytes * span.end / self.devices / hw.bandwidth
             fixed = attention * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
             fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
             fixed_back += fixed if layout.inside == "full" else 0.0
@@ -175,7 +189,7 @@ class ByParts:
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """Returns the seconds of the whole embedding, zero, since its traffic is not counted, and of the whole head: a
         product for each of F, I and W, and logits written and read in fp32."""
-        hw, words = self.hardware, self.model.vocab / self.shards * span.tokens
+        hw, words = self.hardware, self.model.vocab / self.devices * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
         each += hw.saved_moves * 4 * words / hw.bandwidth
         return NO_SECONDS, PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
@@ -184,64 +198,65 @@ class ByParts:
         """Returns the seconds of embedding and head in the first and the last stage: zeros for a spread vocabulary."""
         return (NO_SECONDS, NO_SECONDS) if self.spreads else self.vocabulary(span, floor)
 
-    def seconds(self, span: Span) -> list[PassSeconds]:
-        """Returns the seconds of a unit over the span, by kind of stage."""
-        own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
-        split = 1 + self.hardware.split_backward_extra
-        layers = [self.layer(span, kind) for kind in range(len(self.counts))]
-        found = []
-        for counts, is_first, is_last in self.stages:
-            each = []
-            for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # only I and W pay for the split of a backward
-                whole = is_first * embedding[i] + is_last * head[i]
-                for count, layer in zip(counts, layers, strict=True):
-                    whole = whole + count * layer[i]
-                each.append(whole * factor + any(counts) * self.beyond[i] + own)
-            found.append(PassSeconds(*each))
-        return found
+    def seconds(self, span: Span) -> Any:
+        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""
+        (embedding, head), split = self.ends(span), 1 + self.hardware.split_backward_extra
+        layers, unit = [self.layer(span, kind) for kind in range(len(self.layer_kinds))], 0.0 * span.tokens
+        has_layers, found = self.counts.any(1)[:, None], []
+        for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # only I and W pay for the split of a backward
+            whole = self.first * embedding[i] + self.last * head[i] + unit
+            for kind, layer in enumerate(layers):
+                whole = whole + self.counts[:, kind, None] * layer[i]
+            found.append(whole * factor + has_layers * self.beyond[i] + self.hardware.unit_overhead)
+        return PassSeconds(*found)
 
-    def shard(self, span: Span) -> ShardSeconds:
-        """Returns the seconds of one rank's share of a spread head and embedding, unit overhead included."""
-        (embedding, head), own = self.vocabulary(span), self.hardware.unit_overhead
-        whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
-        return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
+    def shards(self, span: Span) -> dict[str, Any]:
+        """Returns the seconds of S, T, E and G of one rank's share of a spread head and embedding, unit overhead
+        included: arrays [stage, unit], by names of :class:`seq1f1b.Costs`."""
+        embedding, head = self.vocabulary(span)
+        whole = {
+            "statistics": head.forward,
+            "loss": head.total - head.forward,
+            "embed": embedding.forward,
+            "embed_gradient": embedding.total - embedding.forward,
+        }
+        unit = 0.0 * self.first + 0.0 * span.tokens
+        return {name: each / self.num_ranks + self.hardware.unit_overhead + unit for name, each in whole.items()}
 
     # -- bytes
 
-    def held(self, tokens: Any) -> list[UnitBytes]:
-        """Returns the bytes that units of so many tokens hold beside the cache, arrays, by kind of stage."""
-        found, words = [], self._saved_logits
-        gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes / self.shards
-        for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
-            head, of_gradients = (words * tokens, gradients * tokens) if is_last else (0.0, 0.0)
-            whole = (saved * tokens + state + head, kept * tokens, left * tokens + of_gradients)
-            found.append(UnitBytes(*map(whole_bytes, whole)))
-        return found
+    def held(self, tokens: Any) -> tuple[Any, Any, Any]:
+        """Returns the bytes that units of so many tokens hold beside the cache, as in :class:`CostTables`."""
+        saved, kept, left, state = (column[:, None] for column in self._stage_bytes)
+        words, gradients = self._saved_logits * tokens, 0.0
+        if not self.layout.head_in_loss:
+            gradients = self.model.vocab * self.hardware.element_bytes / self.devices * tokens
+        return saved * tokens + state + self.last * words, kept * tokens, left * tokens + self.last * gradients
 
-    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
-        """Returns the most temporary bytes of F, and of B or I, by kind of stage; an empty list means unknown."""
-        return []
+    def work(self, tokens: Any) -> tuple[Any, Any] | None:
+        """Returns the most temporary bytes of F, and of B or I, by stage; None: unknown."""
+        return None
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
         """Returns the most temporary bytes of a rank's longest unit, for parts whose ``work`` is unknown."""
-        work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.shards
+        work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.devices
         return max(work, self.logits(tokens)) if is_last and not self.spreads else work
 
-    def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
-        """Returns the bytes of keys and values, and of the gradients of both. counts: layers of each kind."""
-        sizes = [
-            (n * (tokens * keys), n * (tokens * back)) for n, (keys, back) in zip(counts, self.cache_bytes, strict=True)
-        ]
-        keys, gradients = zip(*sizes, strict=True)
-        return sum(keys), sum(gradients)
+    def cached(self, tokens: Any) -> tuple[Any, Any]:
+        """Returns the bytes of keys and values, and of the gradients of both: arrays [stage], or [stage, unit] for an
+        array of tokens."""
+        of_kinds = zip(self.counts.T, self.cache_bytes, strict=True)
+        sizes = [[np.multiply.outer(count, tokens * row) for row in rows] for count, rows in of_kinds]
+        keys, gradients = (reduce(operator.add, each) for each in zip(*sizes, strict=True))
+        return keys, gradients
 
     @cached_property
     def stage_parameters(self) -> list[float]:
         """Parameters on one device of each stage, by stage."""
         m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
         words = m.hidden * m.vocab
-        for stage, kind in enumerate(self.kinds):
-            layers = sum(map(operator.mul, self.stages[kind].counts, self.layer_parameters))
+        for stage, counts in enumerate(self.counts.tolist()):
+            layers = sum(map(operator.mul, counts, self.layer_parameters))
             ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
             if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
                 found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
@@ -262,12 +277,12 @@ class ByParts:
 
     def logits(self, tokens: int) -> float:
         """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
-        words = self.model.vocab / self.shards
+        words = self.model.vocab / self.devices
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
     @property
-    def _stage_bytes(self) -> list[tuple[float, ...]]:
-        """Bytes of all layers, by kind of stage, per token: saved activations; the part that W reads; additions of I
+    def _stage_bytes(self) -> list[Any]:
+        """Bytes of all layers, arrays [stage], per token: saved activations; the part that W reads; additions of I
         for W, namely gradients of q, k, v, gate, up and two outputs, and recomputed inputs. The fourth number is per
         unit of any length: the state handed to the next segment and kept for backward."""
         h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
@@ -280,9 +295,8 @@ class ByParts:
             again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
             left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
             of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
-            of_kinds.append([x / self.shards for x in (*of_token, 4 * layer.state + e * layer.tail)])
-        columns = list(zip(*of_kinds, strict=True))
-        return [tuple([sum(map(operator.mul, kind.counts, column)) for column in columns]) for kind in self.stages]
+            of_kinds.append([x / self.devices for x in (*of_token, 4 * layer.state + e * layer.tail)])
+        return [sum(map(operator.mul, self.counts.T, column)) for column in zip(*of_kinds, strict=True)]
 
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
         """Returns the activation bytes of one token and layer: inputs and outputs of norms, q, attention's output and
@@ -331,7 +345,7 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
     if layout.vocabulary not in ("ends", "ranks"):
         raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
     if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
-        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
+        raise ValueError("vocabulary 'ranks' needs a model with vocab, and head_in_loss, as the shards hold the loss")
     if layout.layers is not None and (
         len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
     ):
@@ -363,9 +377,6 @@ class ByProfile(ByParts):
     ) -> None:
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
-
-    def _use(self, hardware: Any) -> None:
-        super()._use(hardware)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
         self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
         self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
@@ -388,28 +399,24 @@ class ByProfile(ByParts):
 
     # -- bytes
 
-    def held(self, tokens: Any) -> list[UnitBytes]:
-        profile, found = self._profile, []
+    def held(self, tokens: Any) -> tuple[Any, Any, Any]:
+        profile = self._profile
         head = None if self.layout.head_in_loss else profile.head
-        for (layers,), is_first, is_last in self.stages:
-            parts = ((layers, profile.layer), (is_first, profile.embedding), (is_last, head))
-            units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
-            found.append(UnitBytes(*(whole_bytes(sum(kind)) for kind in zip(*units, strict=True))))
-        return found
+        parts = ((self.counts, profile.layer), (self.first, profile.embedding), (self.last, head))
+        units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
+        saved, kept, added = (reduce(operator.add, each) for each in zip(*units, strict=True))
+        return saved, kept, added
 
-    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
-        """Returns the most temporary bytes of F and of B, by kind of stage; a head in the loss counts for F alone."""
-        profile, found = self._profile, []
-        for _, is_first, is_last in self.stages:
-            embedding = profile.embedding if is_first and not self.spreads else None
-            head = profile.head if is_last and not self.spreads else None
-            parts = [part for part in (profile.layer, embedding, head) if part is not None]
-            backward = [part.workspace(tokens) for part in parts]
-            forward = [part.forward_workspace(tokens) for part in parts]
-            if self.layout.head_in_loss and head is not None:
-                forward.append(backward.pop() + head.unit_bytes(tokens)[0])
-            found.append((whole_bytes(reduce(np.maximum, forward)), whole_bytes(reduce(np.maximum, backward))))
-        return found
+    def work(self, tokens: Any) -> tuple[Any, Any] | None:
+        """Returns the most temporary bytes of F and of B, by stage; a head in the loss counts for F alone."""
+        ends = [] if self.spreads else [(self.first, self._profile.embedding), (self.last, self._profile.head)]
+        parts = [(1, self._profile.layer), *((has, part) for has, part in ends if part is not None)]
+        backward = [has * part.workspace(tokens) for has, part in parts]
+        forward = [has * part.forward_workspace(tokens) for has, part in parts]
+        if self.layout.head_in_loss and not self.spreads and (head := self._profile.head) is not None:
+            forward.append(backward.pop() + self.last * head.unit_bytes(tokens)[0])
+        of_stages = 0.0 * self.first
+        return of_stages + reduce(np.maximum, forward), of_stages + reduce(np.maximum, backward)
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
         return 0.0
