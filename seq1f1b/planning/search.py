@@ -441,7 +441,10 @@ class _Search(Pricing):
             most = min(shortest, max(k, self.longest // self.fill_tokens()))
         while 2 * k <= most and self._goes_on(k):
             k *= 2
-            self.consider(self._likeliest(self.allowed(candidates([k]))), _MOST_OF_ROUND)
+            wanted = candidates([k])
+            most_remedies = max(len(each.remedies) for each in wanted)  # one alone rarely beats both, and costs as much
+            wanted = [each for each in wanted if len(each.remedies) in (0, most_remedies)]
+            self.consider(self._likeliest(self.allowed(wanted)), _MOST_OF_ROUND)
         if not self.fitting:  # equal lengths need less memory: with equal times the first segment is by far the longest
             last = first if k == max(segments) else self.allowed(candidates([k]))
             self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
