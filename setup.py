@@ -13,7 +13,6 @@ Switches, by environment:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -111,26 +110,12 @@ def with_included(source: str | Path) -> list[Path]:
     return found
 
 
-def code_of(text: str) -> str:
-    """C without its comments, empty lines and indentation, which no instruction depends on."""
-    text = re.sub(r'("(?:\\.|[^"\\\n])*")|/\*.*?\*/|//[^\n]*', lambda found: found[1] or " ", text, flags=re.DOTALL)
-    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
-
-
-def cuda_source_hash(source: str | Path) -> str:
-    """Hash of what makes a kernel: its code in the repository, and the flags that turn it into instructions."""
-    digest = hashlib.sha256(" ".join([*CUDA_ARCHITECTURES, *NVCC_FLAGS]).encode())
-    for path in with_included(source):
-        digest.update(code_of(path.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()
-
-
 def code_flags(architectures: list[str]) -> list[str]:
     return [f"-gencode=arch={name.replace('sm_', 'compute_')},code={name}" for name in architectures]
 
 
 def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool) -> list[str]:
-    texts = {"SOURCE": cuda_source_hash(source), "COMPILER": version, "ARCHITECTURES": " ".join(architectures)}
+    texts = {"COMPILER": version, "ARCHITECTURES": " ".join(architectures)}
     flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(architectures)), *code_flags(architectures)]
     flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
     flags.append(f"-frandom-seed={Path(source).stem}")  # for names of symbols, so that two builds are alike

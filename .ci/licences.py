@@ -91,13 +91,13 @@ def main() -> None:
             problems.append(f"{name} {here.version}: {licence or 'names no licence'}")
         extras = ", ".join(f"`{extra}`" for extra in extras_of[name] if extra)
         licence += f" ({READ[name]})" if name in READ else ""
-        text = f"{name} {here.version}" + (f" ({extras})" if extras else "")
+        text = name + (f" ({extras})" if extras else "")
         packages.setdefault((bool(extras), licence), []).append(text)
     rows = [
         f"| {'extras' if of_extra else 'every installation'} | {licence} | {', '.join(names)} |"
         for (of_extra, licence), names in packages.items()
     ]
-    head = "| comes with | licence | packages, with the version seen and the extras |\n| --- | --- | --- |\n"
+    head = "| comes with | licence | packages, with their extras |\n| --- | --- | --- |\n"
     page = INTRODUCTION.format(python=".".join(map(str, sys.version_info[:2]))) + head + "\n".join(rows) + "\n"
     print(page)
     if problems:

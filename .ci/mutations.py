@@ -77,7 +77,7 @@ MUTATIONS = {
         file="seq1f1b/engine/weighting.py",
         line="seeds = [share * self._mean_scale for",
         instead="seeds = [self._mean_scale for",
-        tests="tests/engine/test_gradients.py",
+        tests="tests/engine/test_random_steps.py",
     ),
     "ranks that agree before all have come": Mutation(
         ring="core",

@@ -60,7 +60,7 @@ SMOKE = (
     "tests/core/test_schedule.py",
     "tests/core/test_orders_that_give_up.py",
     "tests/attention/test_attention.py",
-    "tests/engine/test_gradients.py",
+    "tests/engine/test_random_steps.py",
     "tests/engine/test_engine.py",
     "tests/engine/test_options.py",
     "tests/planning/test_plan.py",

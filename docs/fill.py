@@ -16,7 +16,6 @@ WHAT is one of these; files are named from the repository's root:
     trees NUMBER PROMPT ANSWER ANSWERS
                          a picture of a planned step of so many such trees, beside their rows
     families             a table of the schedule families
-    objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
     recipes MODEL/HARDWARE/MEMORY/TOKENS/P/M/K ...
                          what ``seq1f1b plan`` says for each, as a table, and a command
@@ -25,13 +24,9 @@ WHAT is one of these; files are named from the repository's root:
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import difflib
 import hashlib
-import importlib
-import importlib.util
-import inspect
 import io
 import re
 import shlex
@@ -62,12 +57,12 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def whole_file(_page: Path, _rest: str, name: str) -> str:
+def whole_file(_page: Path, name: str) -> str:
     path = ROOT / name
     return fence(LANGUAGES.get(path.suffix, "text"), path.read_text(encoding="utf-8"))
 
 
-def part(_page: Path, _rest: str, name: str, *heading: str) -> str:
+def part(_page: Path, name: str, *heading: str) -> str:
     path = ROOT / name
     text = re.split(
         rf"^ *# -- {re.escape(' '.join(heading))}\n",
@@ -82,7 +77,7 @@ def part(_page: Path, _rest: str, name: str, *heading: str) -> str:
     )
 
 
-def changes(_page: Path, _rest: str, *names: str) -> str:
+def changes(_page: Path, *names: str) -> str:
     """Without the lines of ``---`` and ``+++``, whose dates and folders say nothing."""
     old, new = (
         (ROOT / name).read_text(encoding="utf-8").splitlines(keepends=True) for name in names
@@ -90,7 +85,7 @@ def changes(_page: Path, _rest: str, *names: str) -> str:
     return fence("diff", "".join(list(difflib.unified_diff(old, new, n=2))[2:]))
 
 
-def timeline(page: Path, _rest: str, *arguments: str) -> str:
+def timeline(page: Path, *arguments: str) -> str:
     """A rank takes 1 s for the forward of a micro-batch and 2 s for its backward."""
     import seq1f1b
     from seq1f1b.schedule import families
@@ -120,7 +115,7 @@ def timeline(page: Path, _rest: str, *arguments: str) -> str:
     return picture(page, name, f"Timeline of {', '.join(tracks)}", tracks)
 
 
-def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
+def documents(page: Path, unit_tokens: str, *lengths: str) -> str:
     """On four ranks, by the costs of Llama 3 8B without its ends."""
     from seq1f1b import build_schedule
     from seq1f1b.plan import Layout
@@ -155,7 +150,7 @@ def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
     )
 
 
-def trees(page: Path, _rest: str, *counts: str) -> str:
+def trees(page: Path, *counts: str) -> str:
     """On two ranks, by the costs of Llama 3 8B without its ends; each answer is a unit."""
     from seq1f1b.planning.cost import CostModel
     from seq1f1b.planning.hardware import load_hardware, load_model
@@ -211,7 +206,7 @@ def draw(path: Path, tracks: dict[str, Any]) -> None:
     Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-def families(_page: Path, _rest: str) -> str:
+def families(_page: Path) -> str:
     from seq1f1b.schedule import families
 
     return table(
@@ -229,60 +224,6 @@ def families(_page: Path, _rest: str) -> str:
     )
 
 
-def docstring(module: str, name: str) -> str:
-    """Read from the source where what the module needs is not installed."""
-    try:
-        return inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
-    except ModuleNotFoundError:
-        found = importlib.util.find_spec(module)
-        if found is None or found.origin is None:
-            raise
-        # Imports for type checkers stand inside an if.
-        for node in ast.walk(ast.parse(Path(found.origin).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and name in [
-                each.name for each in node.names
-            ]:
-                return docstring(str(node.module), name)
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-                return ast.get_docstring(node) or ""
-        raise
-
-
-def first_sentence(module: str, name: str) -> str:
-    text = re.split(r"\n\s*\n", docstring(module, name))[0]
-    text = re.sub(r":\w+:`~?([^`]*)`", r"``\1``", text)
-    return re.split(r"(?<=[.!?])\s", re.sub(r"``([^`]*)``", r"`\1`", text))[0]
-
-
-def objects(page: Path, rest: str) -> str:
-    block = re.match(r"\s*```\{eval-rst\}\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
-    if block is None:
-        raise ValueError("no eval-rst block stands behind this place")
-    module, rows = "", []
-    for directive, name in re.findall(r"^\.\. (\w+):: ([\w.]+)", block[1], re.MULTILINE):
-        if directive == "currentmodule":
-            module = name
-        elif directive == "automodule":
-            found = importlib.import_module(name)
-            rows += [
-                (f"`{name}.{member}`", first_sentence(name, member))
-                for member in found.__all__
-            ]
-        else:
-            home, _, member = name.rpartition(".")
-            home = home or module
-            shown = f"{home}.{member}"
-            rows.append((f"`{shown}`", first_sentence(home, member)))
-    text = table(("name", "what it is for"), rows)
-    places = "<!-- fill: objects"
-    if (
-        page.read_text(encoding="utf-8").count(places) == rest.count(places) + 1
-    ):  # the first one of the page
-        first = rows[0][0].strip("`")
-        text += f"\nIn Python, `help({first})` tells arguments, results and errors.\n"
-    return text
-
-
 def option_row(action: argparse.Action) -> tuple[str, str]:
     """An argument of a command, and its help."""
     value = ""
@@ -295,7 +236,7 @@ def option_row(action: argparse.Action) -> tuple[str, str]:
     return f"`{', '.join(action.option_strings) or action.dest}{value}`", text
 
 
-def commands(_page: Path, _rest: str) -> str:
+def commands(_page: Path) -> str:
     """Reads the parser, because the form of ``--help`` depends on the version of Python."""
     from seq1f1b.__main__ import make_parser
 
@@ -322,7 +263,7 @@ def commands(_page: Path, _rest: str) -> str:
     return text
 
 
-def recipes(_page: Path, _rest: str, *wanted: str) -> str:
+def recipes(_page: Path, *wanted: str) -> str:
     """Runs each command as it stands there."""
     import json
 
@@ -369,7 +310,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "documents": documents,
     "trees": trees,
     "families": families,
-    "objects": objects,
     "commands": commands,
     "recipes": recipes,
 }
@@ -382,7 +322,7 @@ def filled(page: Path) -> str:
     def fill(place: re.Match[str]) -> str:
         kind, *arguments = shlex.split(place[1])
         try:
-            made = KINDS[kind](page, text[place.end() :], *arguments)
+            made = KINDS[kind](page, *arguments)
         except (KeyError, ValueError, AttributeError, ImportError, OSError) as error:
             line = text.count("\n", 0, place.start()) + 1
             raise SystemExit(

@@ -181,7 +181,7 @@ def _dcp(action: Callable[..., Any], state: dict[str, Any], checkpoint: Path) ->
 
 
 def _failure(action: Callable[[], None]) -> str | None:
-    """What went wrong, in words. DCP packs the errors of all ranks into one and each hides its cause."""
+    """Returns the cause of a failure in words. DCP packs the errors of all ranks into one, which hides the causes."""
     try:
         action()
     except dcp.CheckpointException as error:

@@ -76,7 +76,7 @@ def peak_growth(measure: bool) -> Iterator[Growth]:
     if not measure or not Path("/proc/self/clear_refs").exists():
         yield growth
         return
-    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, so that using it again counts as growth
+    ctypes.CDLL(None).malloc_trim(0)  # free memory goes back to the system, so that later use counts as growth
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
     before = _status("VmRSS")
     yield growth

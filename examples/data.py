@@ -215,7 +215,7 @@ class Tokens:
         return self._windows(self.train, random.integers(0, self.header.train - self.seq_len, size=batch_size))
 
     def held_out_batches(self, count: int, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """`count` batches of windows spread evenly over the held-out text: always the same ones."""
+        """`count` batches of windows spread evenly over the held-out text, in every call the same windows."""
         starts = np.linspace(0, self.header.held_out - self.seq_len - 1, count * batch_size).astype(np.int64)
         for batch in starts.reshape(count, batch_size):
             yield self._windows(self.held_out, batch)

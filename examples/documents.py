@@ -82,7 +82,7 @@ class Documents:
         )
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Those after the state that was loaded, without an end."""
+        """Yields the batches after the loaded state, without an end."""
         while True:
             for step in self.steps:
                 yield self.batch(step)

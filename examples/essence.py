@@ -78,7 +78,7 @@ def step(stage: nn.Sequential, tokens: Tensor, target: Tensor) -> None:
             x, y = live.pop((m, s))
             y.backward(None if p == P - 1 else received(p + 1), retain_graph=True)
             for block in reversed([layer for layer in stage if isinstance(layer, Block)]):
-                block.backward_of_keys(m, s)  # the last block first: the keys of one before it feed its input
+                block.backward_of_keys(m, s)  # the last block first: keys of earlier blocks feed its input
             if p > 0:
                 sent.append((x.grad, dist.isend(x.grad, p - 1)))
     for _, work in sent:

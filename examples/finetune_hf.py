@@ -179,7 +179,7 @@ def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTok
 def build_stage(
     args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> seq1f1b.transformers.CausalLMStage:
-    """This process's stage. Adapters need the whole model around them, all else is never whole in a process."""
+    """Returns this process's stage. A process holds the whole model only to put adapters into it."""
     place = ranks.rank(), ranks.num_ranks()
     if args.lora is not None:
         folder = args.model or args.out / "base"
@@ -234,7 +234,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class Batches:
-    """Conversations as the rows of steps, packed or one to a row. All ranks make the same ones."""
+    """Returns conversations as the rows of steps, packed or one to a row; equal on all ranks."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Batches:
                 step.append(document)
 
     def evaluation(self) -> list[list[Tensor]]:
-        """The held-out conversations. Steps are filled with such that have no labels."""
+        """Returns the held-out conversations. Rows without labels fill up steps."""
         made, step = list[list[Tensor]](), list[Tensor]()
         for document in self.held_out:
             if self.pack([*step, document]) is None:
@@ -279,7 +279,7 @@ class Batches:
         return made
 
     def pack(self, documents: list[Tensor]) -> Packing | None:
-        """Which conversation lies in which row; None if they are too many for a step."""
+        """Returns the conversations of each row; None if there are too many for a step."""
         args, lengths = self.args, [document.shape[1] for document in documents]
         if args.pack:
             packing = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
@@ -300,7 +300,7 @@ class Batches:
 def load_tokenizer(
     args: argparse.Namespace, conversations: list[list[dict[str, str]]]
 ) -> transformers.PreTrainedTokenizerBase:
-    """The model's, or one trained on the conversations: the same on every rank."""
+    """Returns the model's tokenizer, or one trained on the conversations: equal on every rank."""
     if args.model is None:
         return train_tokenizer(conversations, args.vocab)
     remedy = "put its files (tokenizer.json, tokenizer_config.json) beside the model's"

@@ -127,7 +127,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False) if head else None
 
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        # A segment starts where the one before it ended, and its positions with it; those of a document start at 0.
+        # A segment and its positions start at the end of the segment before; positions of a document start at 0.
         documents = {} if doc_ids is None else {"doc_ids": doc_ids}
         positions = seq1f1b.positions(x, **documents)
         angles = (positions.float().unsqueeze(-1) * self.frequencies).unflatten(-2, (1, -1))  # ([B,] 1, S, D/2)

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other between steps; without a process group, one rank agrees with itself."""
+"""Messages between the ranks of a run, outside of steps; without a process group there is one rank."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ class Place:
             self.group = self._mesh.get_group("stage")
 
     def share(self, batch: Tensor) -> Tensor:
-        """This replica's part of a batch."""
+        """Returns this replica's part of a batch."""
         return batch.chunk(self.num_replicas)[self.replica]
 
     def sharded(self, module: nn.Module) -> nn.Module:
@@ -85,7 +85,7 @@ def join(kind: str, *, by_nccl: bool) -> None:
 
 
 def device(kind: str) -> torch.device:
-    """What this process computes on: "cuda" is the machine's GPUs in turn."""
+    """Returns the device of this process: "cuda" is the machine's GPUs in turn."""
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a run ends with: what was learned, a step with its times and memory, pictures, and the files that it left."""
+"""The end of a run: held-out loss, a step with its times and memory, pictures, and the files of the run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from seq1f1b.view.draw import timeline_png, trace_json
 
 
 def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
-    """The loss on text that was held out, beside that of a model that knows only how often each token occurs."""
+    """Prints the loss on held-out text, beside the loss of a model that knows only how often each token occurs."""
     loss, entropy = rows[-1]["held_out"], text.unigram_entropy
     speed = median(row["tokens_per_second"] for row in rows[1:] or rows)
     where = "below" if loss <= entropy else "ABOVE"
@@ -25,7 +25,7 @@ def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
 
 
 def print_step(step: int, report: PipelineReport, predicted: Simulation | None) -> None:
-    """One step: its time and bubble, and what its stages and ranks held at most."""
+    """Prints the time and bubble of a step, and the most that its stages and ranks held."""
     simulated = report.simulated
     times = {"predicted": predicted, "simulated": simulated}
     shown = {name: simulation for name, simulation in times.items() if simulation is not None}
@@ -85,7 +85,7 @@ FILES = {
 
 
 def print_files(folder: Path) -> None:
-    """What the run folder holds."""
+    """Prints the files of the run folder."""
     print(f"\n{folder} holds")
     for name in sorted(path.name for path in folder.iterdir()):
         print(f"  {name:16} {FILES.get(name, '')}".rstrip())

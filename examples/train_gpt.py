@@ -58,7 +58,7 @@ with needs_extra("train", "matplotlib", "tokenizers", "tqdm"):
     import tokenizers  # noqa: F401, for data.prepare on rank 0, later
     from tqdm import tqdm
 
-REPORTED = 10  # last steps, of which the one of median time is shown
+REPORTED = 10  # last steps, of which the step of median time is shown
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -148,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--resume: no whole checkpoint in {folder}")
         if newest is not None:
             parser.set_defaults(**checkpoint.read_manifest(newest)["run"]["arguments"])
-            args = parser.parse_args(argv)  # what is said now wins over what was said then
+            args = parser.parse_args(argv)  # options of this run win over those of the run before
         args.checkpoint = newest
     counts = ("steps", "batch", "microbatches", "segments", "seq_len", "eval_every", "eval_batches", "save_every")
     counts += ("data_parallel",)
@@ -170,7 +170,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def remembered(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that a resumed run takes over."""
+    """Returns the arguments that a resumed run takes over."""
     forgotten = {"out", "resume", "checkpoint", "compare", "config", "profile", "threads", "data_parallel"}
     values = {name: value for name, value in vars(args).items() if name not in forgotten and value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -265,7 +265,7 @@ def mean(losses: list[Tensor]) -> float:
 
 
 def train(args: argparse.Namespace) -> bool:
-    """The whole run, on one rank. False if ``--compare`` found losses that disagree."""
+    """Runs the whole training on one rank. Returns False if ``--compare`` found losses that disagree."""
     rank, place = ranks.rank(), ranks.Place(args.data_parallel, args.device)
     corpus = data.Corpus(args.data, args.field, args.max_bytes)
     folder = ranks.on_first_rank(lambda: data.prepare(corpus, args.cache, vocab=args.vocab))
@@ -274,7 +274,7 @@ def train(args: argparse.Namespace) -> bool:
     start = checkpoint.read_manifest(args.checkpoint)["step"] if args.checkpoint else 0
     if start >= args.steps:
         if ranks.restarted():
-            return True  # it was killed after its last step
+            return True  # the run before was killed after its last step
         raise checkpoint.CheckpointError(f"{args.checkpoint} is at step {start} already: ask for more with --steps")
     ranks.on_first_rank(lambda: open_run_folder(args, folder))
 
@@ -347,7 +347,7 @@ def run_steps(
         bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
     )  # fmt: skip
     for step, batch in zip(range(start, args.steps), source.batches(start), strict=False):
-        weigh = args.compare and step % 10 == 5  # memory is measured in steps of its own: it slows them
+        weigh = args.compare and step % 10 == 5  # memory is measured in separate steps, which the measurement slows
         rows = {}
         for trainer in trainers if step % 2 else reversed(trainers):
             with compare.peak_growth(weigh) as growth:
@@ -389,7 +389,7 @@ def held_out_loss(
 
 
 def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
-    """Times of the step that just ran, over all ranks, which share the clock of one machine."""
+    """Returns the times of the last step on all ranks, which share the clock of one machine."""
     report = engine.report()
     first, last = report.timeline[0][1], report.timeline[-1][2]
     spans = ranks.gather((first, last, report.busy, report.process_peak_bytes))
@@ -402,7 +402,7 @@ def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
 
 
 def cost_of(args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEngine) -> CostModel:
-    """What a unit costs: as --profile measured it, or as a machine of this kind would take."""
+    """Returns the cost of units, as --profile measured, or by the rates of such a machine."""
     order, machine = engine.schedule, load_hardware("cpu-zen5" if args.device == "cpu" else "h100")
     if args.profile is not None:
         profile = Profile.load(args.profile)

@@ -32,10 +32,10 @@ SIGNS = "0123456789;"
 END = SIGNS.index(";")
 MOST_SIGNS = 8  # of an answer
 CONFIG = Config(vocab=len(SIGNS), hidden=128, layers=2, heads=4, kv_heads=2, ffn=256)
-CLIP = 0.2  # of the ratio between the policy and the one that wrote the answers
+CLIP = 0.2  # clipping of the ratio between the policy and the policy that wrote the answers
 
 
-# -- What is asked, and what it is worth
+# -- Questions and rewards
 def question(rng: random.Random) -> tuple[str, str]:
     """A digit, and what counts on from it."""
     first = rng.randint(4, 8)
@@ -61,7 +61,7 @@ def reward(written: str, answer: str) -> float:
 
 # -- The policy
 def loss_fn(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
-    """One value per token, (batch, tokens): its log-probability in an evaluation, its clipped loss in a step."""
+    """Returns one value per token, (batch, tokens): in an evaluation log-probabilities, in a step clipped losses."""
     labels = target["labels"]
     log_probs = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     if "old" not in target:

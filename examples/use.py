@@ -23,7 +23,7 @@ class Attention(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.layer = seq1f1b.layer_handle(index)  # names its entry of the KV cache
+        self.layer = seq1f1b.layer_handle(index)  # the name of the layer's entry in the KV cache
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens of a segment, hidden)
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
@@ -57,7 +57,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows that count on from a random number, and the same one token later. Every rank has the same ones."""
+    """Rows that count on from a random number, and the same one token later. Every rank has equal rows."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         start = torch.randint(VOCAB, (BATCH, 1), generator=generator)

@@ -1,12 +1,12 @@
-/* attention.c - chooses the attention kernels of a call: the blocked ones of the fastest instruction set that this
- * machine has, or the truth for what those lack. */
+/* attention.c - chooses the attention kernels of a call: the blocked kernels of the fastest instruction set of this
+ * machine, or the reference (attention_ref.c) for calls that those do not take. */
 #include "attention_internal.h"
 #include "rate.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* Fastest first; the truth, which every machine has, last. */
+/* Fastest first; the reference, which every machine has, last. */
 static const s1f_attention_kernels *const all_kernels[] = {
 #if defined(__x86_64__)
     &s1f_attention_avx512bf16, &s1f_attention_avx512,    &s1f_attention_avx2,
@@ -90,7 +90,7 @@ s1f_status s1f_attention_set_isa(const char *name)
     return S1F_OK;
 }
 
-/* Those in use, or the next after them that can do it; the truth can do everything. */
+/* The kernels in use, or the next in the list that take the call; the reference takes every call. */
 static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
 {
     const s1f_attention_kernels *first = kernels_in_use();

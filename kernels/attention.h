@@ -39,7 +39,7 @@ typedef struct {
     void *lse; /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
 
     double scale;
-    int64_t window;      /* number of keys that a query sees, its own included; 0: all */
+    int64_t window;      /* keys that a query sees, its own included; 0: all */
     double softcap;      /* 0: none */
     const float *slopes; /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
     int64_t slopes_batch_stride;

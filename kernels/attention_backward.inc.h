@@ -10,17 +10,17 @@
 
 enum {
     BACKWARD_ROWS = 2 * ROWS, /* of P and dS at a time, 96 operands deep for dk and dv */
-    BACKWARD_TASKS = 8,       /* that the parts of keys are cut for, where they are long enough */
-    /* If there are fewer heads than this, one in FINER comes last and is cut into FINER times the parts: nobody
-     * waits long for a slower core that has one of these small tasks. */
+    BACKWARD_TASKS = 8,       /* tasks that keys are cut into, if the parts are long enough */
+    /* With fewer heads, one head in FINER comes last and is cut into FINER times as many parts: no core waits long for
+     * a slower core that has one of these small tasks. */
     FEW_HEADS = 32,
     FINER = 4,
     MIN_PART = 512, /* keys of a task, unless there are fewer */
-    /* A block of keys meets PASS_ROWS rows at a time, over its heads, so that q, dout and dq stay near; and all of them
-     * where they are no more than WHOLE_PASS_ROWS. */
+    /* A block of keys meets PASS_ROWS rows at a time, over its heads, so that q, dout and dq stay in the cache; all
+     * rows at once if there are no more than WHOLE_PASS_ROWS. */
     PASS_ROWS = 1024,
     WHOLE_PASS_ROWS = 2048,
-    AHEAD = 12, /* rows of dk and dv that are asked for before they are added to */
+    AHEAD = 12, /* rows of dk and dv that are prefetched before a sum is added */
     MICRO_TILE = TILE_ROWS * PANEL,
     BLOCK = BACKWARD_ROWS / PER_OPERAND * PITCH, /* operands of P */
 };

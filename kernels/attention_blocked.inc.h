@@ -49,7 +49,7 @@ typedef struct {                /* backward: how the keys of some kv heads are c
 struct attention_job {
     const s1f_attention_args *args;
     int64_t dim, v_dim;     /* head_dim and v_head_dim, rounded up to whole vectors */
-    int64_t depth, v_depth; /* the same in operands */
+    int64_t depth, v_depth; /* the same number in operands */
     int64_t rows;    /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
     int64_t chunks;  /* forward: of the segment */
     key_cut cuts[2]; /* backward: of the first of (B, Hkv), and of the last */

@@ -10,7 +10,7 @@
 /* One instruction set's kernels. They take arguments that s1f_attention_check has passed. */
 typedef struct {
     const char *name;
-    int (*covers)(const s1f_attention_args *args); /* 0: the truth must do it */
+    int (*covers)(const s1f_attention_args *args); /* 0: attention_ref.c takes the call */
     s1f_status (*forward)(const s1f_attention_args *args, const s1f_attention_context *context);
     s1f_status (*backward)(const s1f_attention_args *args, const s1f_attention_context *context);
     int64_t (*scratch_bytes)(const s1f_attention_args *args, int32_t num_threads, int backward);
@@ -61,7 +61,7 @@ static inline int64_t s1f_key_row(const s1f_attention_args *args, int64_t key, i
         return key;
     }
     const s1f_key_range *first = args->ranges;
-    for (int32_t left = args->num_ranges; left > 1;) { /* it is in one of so many, from `first` on */
+    for (int32_t left = args->num_ranges; left > 1;) { /* the row lies in one of so many ranges, from `first` on */
         int32_t half = left / 2;
         if (first[half].begin <= key) {
             first += half;

@@ -114,7 +114,7 @@ class DocumentBatches(Sampler[PlannedStep]):
             each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
             raise ValueError(
                 f"document {longest} has {self._lengths[longest]} tokens; a step of {tokens_per_step} has no room for "
-                f"such a one{each}: cut it or drop it, or give tokens_per_step of at least {least}"
+                f"this document{each}: cut it or drop it, or give tokens_per_step of at least {least}"
             )
         self._digest = hashlib.sha256(repr(self._documents).encode()).hexdigest()[:16]
         self.epoch = 0
@@ -130,7 +130,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         if not spans:
             raise ValueError(
                 f"the documents hold {sum(self._lengths)} tokens, which fill no step of {self._tokens}, and drop_last "
-                "leaves out what fills none: give smaller tokens_per_step, or drop_last=False"
+                "leaves out steps that are not full: give smaller tokens_per_step, or drop_last=False"
             )
         # The pool's thread ends with this generator, so a loop may break without closing anything.
         planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
@@ -217,8 +217,8 @@ class DocumentBatches(Sampler[PlannedStep]):
             return
         if engine._pipeline.thread != threading.get_ident():
             raise RuntimeError(
-                "DocumentBatches(engine=) asks the engine what its steps took, so its next step must be asked for in "
-                "the thread that trains: prefetch what the steps hold, not the steps, or leave out engine="
+                "DocumentBatches(engine=) reads the times of the engine's steps, so its next step must be asked for in "
+                "the thread that trains: prefetch the documents of steps, not the steps, or leave out engine="
             )
         report = engine.report(gather=True)
         plan = next((plan for plan in self._ahead if _is_of(report, plan)), None)

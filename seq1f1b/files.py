@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import json
 import os
 import stat
@@ -22,7 +21,6 @@ __all__ = [
     "keep_mode",
     "load",
     "nearest_name",
-    "no_room",
     "parse_json",
     "read",
     "write_whole",
@@ -67,23 +65,6 @@ def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     if mode != os.stat(file).st_mode:
         with contextlib.suppress(OSError):  # another owner, or a file system without modes
             os.chmod(file, stat.S_IMODE(mode))
-
-
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def no_room(error: BaseException) -> str | None:
-    """Returns the system's message if a file found no room on the disk; None for any other error.
-
-    Looks through the chain of errors and at texts, because errors of safetensors have no errno.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        for number in _NO_ROOM:
-            if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause):
-                return os.strerror(number)
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:

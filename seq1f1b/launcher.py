@@ -287,7 +287,7 @@ def _said(folder: str, rank: int) -> tuple[float, Any, str] | None:
     try:
         return seconds, pickle.loads(data), text
     except Exception as error:
-        return seconds, RuntimeError(f"rank {rank} has sent what cannot be loaded here: {error}"), text
+        return seconds, RuntimeError(f"rank {rank} has sent a value that cannot be loaded here: {error}"), text
 
 
 def _ended(rank: int, code: int | None) -> str:

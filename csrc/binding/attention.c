@@ -20,14 +20,6 @@ S1F_METHOD(s1f_status, bind_torch, s1f_path, path)
     return S1F_ERR_PYTHON;
 }
 
-S1F_METHOD(PyObject *, torch_functions)
-{
-#define S1F_NAME(result, name, arguments) #name,
-    static const char *const names[] = {S1F_TORCH_FUNCTIONS(S1F_NAME)};
-#undef S1F_NAME
-    return s1f_tuple_of(sizeof names / sizeof names[0], s1f_name_item, names);
-}
-
 S1F_METHOD(PyObject *, take_op_failure)
 {
     const char *text = NULL;
@@ -130,7 +122,6 @@ S1F_METHOD(PyObject *, attention_rates, double, seconds)
 
 PyMethodDef s1f_attention_methods[] = {
     S1F_ROW(bind_torch, "Finds libtorch's C ABI in the process and registers the ops."),
-    S1F_ROW(torch_functions, "-> tuple[str, ...]: names of the libtorch functions that are used."),
     S1F_ROW(take_op_failure,
             "-> Exception | None: of the op that failed last on this thread, once; torch has made a RuntimeError of "
             "it."),

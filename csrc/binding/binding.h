@@ -24,8 +24,8 @@ s1f_status s1f_check_signals(void);
 struct s1f_group;
 /* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
-PyObject *s1f_decode(const char *text); /* what it quotes may be cut within a character */
-/* Gives the exception that is set the same attributes, if it is a PipelineError. */
+PyObject *s1f_decode(const char *text); /* quotes in the text may be cut within a character */
+/* Gives these attributes to the exception that is set, if it is a PipelineError. */
 void s1f_tell_failure(const struct s1f_group *group);
 int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the module; -1 with the exception set */
 
@@ -34,8 +34,8 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
 /* X(name) for each type s1f_<name> of the core whose handle is a capsule around the core's pointer:
  *   s1f_to_<name>: reads a handle; TypeError where it is no handle of this type.
  *   s1f_new_<name>: a handle that takes the pointer over and frees it, without the GIL, when the last reference goes;
- *     it keeps `borrowed` (NULL: nothing), in which lives what the core's object borrows. The exception of the status
- *     where that is not S1F_OK. */
+ *     the handle keeps `borrowed` (NULL: nothing) alive, from which the core's object borrows. Raises the exception
+ *     of a status other than S1F_OK. */
 #define S1F_HANDLES(X)                                                                                                 \
     X(schedule)                                                                                                        \
     X(program)                                                                                                         \
@@ -44,7 +44,7 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
     X(group)                                                                                                           \
     X(edge_end)                                                                                                        \
     X(device)                                                                                                          \
-    X(tier)                                                                                                            \
+    X(host_tier)                                                                                                       \
     X(watchdog)                                                                                                        \
     X(walker)
 #define S1F_CAPSULE(name) "seq1f1b." #name
@@ -100,9 +100,9 @@ typedef struct {
     const char *name;
     void *out;
 } s1f_parameter;
-/* Reads each; of those left out at the end, as of None. Either way the arguments are released after the call. */
+/* Reads each argument, None where it is left out at the end. Either way the arguments are released after the call. */
 int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parameter *parameters);
-/* A PipelineError of a call that has failed gets what the group says that is, or belongs to, one of the arguments. */
+/* A PipelineError of a failed call gets the failure of the group that is, or belongs to, one of the arguments. */
 void s1f_release_arguments(const s1f_parameter *parameters, int has_failed);
 
 /* Values of 8 bytes each, of an array or None that a tuple holds. */
@@ -136,10 +136,11 @@ int s1f_require_index(const char *name, int64_t i, int64_t end);
 #define S1F_EACH_9(X, type, name, ...) X(type, name) S1F_EACH_8(X, __VA_ARGS__)
 #define S1F_EACH_10(X, type, name, ...) X(type, name) S1F_EACH_9(X, __VA_ARGS__)
 #define S1F_EACH_11(X, type, name, ...) X(type, name) S1F_EACH_10(X, __VA_ARGS__)
-#define S1F_EACH_BY(a, A, b, B, c, C, d, D, e, E, f, F, g, G, h, H, i, I, j, J, k, K, each, ...) each
+#define S1F_EACH_12(X, type, name, ...) X(type, name) S1F_EACH_11(X, __VA_ARGS__)
+#define S1F_EACH_BY(a, A, b, B, c, C, d, D, e, E, f, F, g, G, h, H, i, I, j, J, k, K, l, L, each, ...) each
 #define S1F_EACH(X, ...)                                                                                               \
-    S1F_EACH_BY(__VA_ARGS__, S1F_EACH_11, , S1F_EACH_10, , S1F_EACH_9, , S1F_EACH_8, , S1F_EACH_7, , S1F_EACH_6, ,     \
-                S1F_EACH_5, , S1F_EACH_4, , S1F_EACH_3, , S1F_EACH_2, , S1F_EACH_1, S1F_EACH_0)                        \
+    S1F_EACH_BY(__VA_ARGS__, S1F_EACH_12, , S1F_EACH_11, , S1F_EACH_10, , S1F_EACH_9, , S1F_EACH_8, , S1F_EACH_7, ,    \
+                S1F_EACH_6, , S1F_EACH_5, , S1F_EACH_4, , S1F_EACH_3, , S1F_EACH_2, , S1F_EACH_1, S1F_EACH_0)          \
     (X, __VA_ARGS__)
 
 #define S1F_AND_PARAMETER(type, name) , type name

@@ -5,7 +5,6 @@
 #include "../core/lower.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
-#include "../run/tier.h"
 
 static const struct {
     const char *name;
@@ -16,7 +15,7 @@ static const struct {
     {"PER_CELL", S1F_PER_CELL},         {"NO_RANK", S1F_NO_RANK},
     {"ARENA_BYTES", S1F_ARENA_BYTES},   {"GATHER_BYTES", S1F_GATHER_BYTES},
     {"HEADER_BYTES", S1F_HEADER_BYTES}, {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
-    {"TENSOR_NONE", S1F_TENSOR_NONE},   {"TIER_ALIGNMENT", S1F_TIER_ALIGNMENT},
+    {"TENSOR_NONE", S1F_TENSOR_NONE},
 };
 
 /* Position = number in C. */

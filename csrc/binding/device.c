@@ -89,11 +89,10 @@ S1F_METHOD(s1f_status, device_end_connect, s1f_edge_end *, end)
 
 S1F_CORE_WAITS(bool, device_end_close, s1f_edge_end *, end)
 
-S1F_METHOD(PyObject *, device_end, bool, by_copies, s1f_edge_end *, control, s1f_watchdog *, watchdog)
+S1F_METHOD(PyObject *, copy_end, s1f_edge_end *, control, s1f_watchdog *, watchdog)
 {
     s1f_device_end *end = NULL;
-    s1f_status status =
-        s1f_device_end_create(sizeof *end, by_copies ? &s1f_copy_mover : &s1f_host_mover, control, watchdog, &end);
+    s1f_status status = s1f_device_end_create(sizeof *end, &s1f_copy_mover, control, watchdog, &end);
     return s1f_new_edge_end(status, end, arguments);
 }
 
@@ -124,7 +123,6 @@ S1F_METHOD(PyObject *, edge_proof_receive, s1f_edge_end *, end, int64_t, bytes)
                             : s1f_raise(status);
 }
 
-S1F_CORE_WAITS(bool, edge_proof_give_up, s1f_edge_end *, end)
 S1F_CORE_WAITS(s1f_status, edge_proof_end, s1f_edge_end *, end)
 
 PyMethodDef s1f_device_methods[] = {
@@ -140,15 +138,12 @@ PyMethodDef s1f_device_methods[] = {
             "loader's."),
     S1F_ROW(nccl_unique_id, "-> bytes: 128 for one communicator."),
     S1F_ROW(nccl_end, "An end that moves messages by a communicator of its own."),
-    S1F_ROW(device_end,
-            "An end whose sender's copy engine writes into the receiver's memory, or else one whose messages go "
-            "through pageable host memory, over its control edge."),
+    S1F_ROW(copy_end, "An end whose sender's copy engine writes into the receiver's memory."),
     S1F_ROW(device_end_connect, "Waits for the peer's end."),
     S1F_ROW(edge_end_text, "Names the edge in errors."),
     S1F_ROW(edge_proof_post, "At the receiver."),
     S1F_ROW(edge_proof_send, "-> float: sends bytes of the GPU; seconds."),
     S1F_ROW(edge_proof_receive, "-> tuple[int, float]: address of the bytes that have come, seconds."),
-    S1F_ROW(edge_proof_give_up, "Aborts what is under way; whether that has ended."),
     S1F_ROW(edge_proof_end, "What fails from here on ends the step; gives back memory, the sender's end first."),
     S1F_ROW(device_end_close,
             "Tensors that lie in its memory stay valid. False: its transfers do not end, so it keeps all memory."),

@@ -3,22 +3,23 @@
  * The walk holds no GIL; each callback takes it and gives it back. */
 #include "messages.h"
 
-#include "../device/device.h"
+#include "../device/host_tier.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments; /* keep what the executor and the next six borrow */
+    PyObject *arguments; /* keep objects that the executor and the next seven fields borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
-    int64_t device_step; /* its count when the last step began */
+    s1f_host_tier *tier; /* where its moved units are, NULL: nowhere */
+    int64_t device_step; /* its count of steps when the last step began */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
-    PyObject *run, *fill, *segment_sizes; /* borrowed */
+    PyObject *run, *fill, *segment_sizes, *back; /* borrowed */
 } s1f_walker;
 
 void s1f_walker_free(s1f_walker *walker)
@@ -75,6 +76,16 @@ static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
     return is_true < 0 ? S1F_ERR_PYTHON : S1F_OK;
 }
 
+static s1f_status back_callback(void *context, int64_t cell)
+{
+    s1f_walker *walker = context;
+    PyEval_RestoreThread(walker->thread);
+    PyObject *answer = PyObject_CallFunction(walker->back, "L", (long long)cell);
+    Py_XDECREF(answer);
+    walker->thread = PyEval_SaveThread();
+    return answer == NULL ? S1F_ERR_PYTHON : S1F_OK;
+}
+
 static s1f_status leave_callback(void *context, int32_t edge, int32_t place)
 {
     s1f_walker *walker = context;
@@ -118,6 +129,12 @@ static s1f_status times_callback(void *context, int64_t number, int64_t *start_n
     const s1f_device_unit *unit = &walker->device->units[number];
     s1f_status status = s1f_device_time_of(walker->device, unit->start, start_ns);
     return status == S1F_OK ? s1f_device_time_of(walker->device, unit->end, end_ns) : status;
+}
+
+static s1f_status back_time_callback(void *context, int64_t cell, int64_t *ns)
+{
+    const s1f_walker *walker = context;
+    return walker->tier == NULL ? S1F_OK : s1f_host_tier_came_back(walker->tier, cell, ns);
 }
 
 static void release_callback(void *context, void *keep)
@@ -182,7 +199,7 @@ static int read_ends(PyObject *ends, s1f_edge_end **pointers)
 
 S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s1f_group *, group, s1f_kv_cache *,
            cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
-           PyObject *, gpu, PyObject *, moved_to)
+           PyObject *, gpu, PyObject *, tier)
 {
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
@@ -208,18 +225,17 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
                            .fill = fills ? fill_callback : NULL,
                            .segment_sizes = sizes_callback,
                            .leave_place = leave_callback,
+                           .back = back_callback,
                            .begin_unit = begin_callback,
                            .end_unit = end_callback,
                            .settle_times = settle_callback,
-                           .unit_times = times_callback};
-    s1f_tier *tier = NULL;
+                           .unit_times = times_callback,
+                           .back_time = back_time_callback};
     s1f_status status = S1F_ERR_PYTHON;
     if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) &&
-        (moved_to == Py_None || s1f_to_tier(moved_to, "tier", &tier)) && read_ends(ends, pointers) &&
+        (tier == Py_None || s1f_to_host_tier(tier, "tier", &walker->tier)) && read_ends(ends, pointers) &&
         s1f_messages_create(&walker->messages, edges))
         status = s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &walker->executor);
-    if (status == S1F_OK && tier != NULL)
-        s1f_executor_set_tier(walker->executor, tier);
     free(pointers);
     if (status != S1F_OK)
         s1f_walker_free(walker);
@@ -227,8 +243,8 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
 }
 
 S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool, training, int64_t, sequence_length,
-           s1f_int64s, sizes, PyObject *, run, PyObject *, fill, PyObject *, segment_sizes, PyObject *, make_views,
-           s1f_int64s, part_sizes, s1f_int64s, first_part)
+           s1f_int64s, sizes, PyObject *, run, PyObject *, fill, PyObject *, back, PyObject *, segment_sizes,
+           PyObject *, make_views, s1f_int64s, part_sizes, s1f_int64s, first_part)
 {
     const s1f_unit_parts parts = {part_sizes.values, first_part.values};
     if (walker->run != NULL)
@@ -238,6 +254,7 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     walker->device_step = walker->device == NULL ? 0 : walker->device->num_steps;
     walker->run = run;
     walker->fill = fill;
+    walker->back = back;
     walker->segment_sizes = segment_sizes;
     walker->messages.make_views = make_views;
     walker->thread = PyEval_SaveThread();
@@ -245,10 +262,10 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
         s1f_executor_step(walker->executor, step, training, sequence_length, sequence_length == 0 ? NULL : sizes.values,
                           first_part.count > 0 ? &parts : NULL);
     PyEval_RestoreThread(walker->thread);
-    walker->run = walker->fill = walker->segment_sizes = walker->messages.make_views = NULL;
+    walker->run = walker->fill = walker->back = walker->segment_sizes = walker->messages.make_views = NULL;
     if (status == S1F_OK)
         return s1f_messages_leave_all(&walker->messages);
-    s1f_raise_for_group(status, walker->group); /* the step's error is told, not one of what follows */
+    s1f_raise_for_group(status, walker->group); /* the step's error is raised, not a later one */
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     if (s1f_messages_leave_all(&walker->messages) != S1F_OK)
@@ -311,17 +328,16 @@ S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, st
 }
 
 PyMethodDef s1f_executor_methods[] = {
+    S1F_ROW(executor_create, "Fills: whether W runs in waits. gpu: on which units compute. tier: of that GPU."),
     S1F_ROW(
-        executor_create,
-        "Fills: whether W runs in waits. gpu: on which units compute. tier: where moved units are; a load's number is "
-        "the cell of all stages."),
-    S1F_ROW(executor_step,
-            "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
-            "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "
-            "flags, sizes, offset) of each tensor) made of each message, in the order of the program's WAITs. "
-            "fill(stage, cell) -> whether anything is left: runs a part of this W. segment_sizes(length) -> sizes. "
-            "Parts are siblings in one unit: tokens of each, those of one column after another, and the first of each "
-            "column, behind the last their count."),
+        executor_step,
+        "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
+        "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "
+        "flags, sizes, offset) of each tensor) made of each message, in the order of the program's WAITs. "
+        "fill(stage, cell) -> whether anything is left: runs a part of this W. back(cell of all stages): waits until "
+        "what the unit has saved is back. segment_sizes(length) -> sizes. "
+        "Parts are siblings in one unit: tokens of each, those of one column after another, and the first of each "
+        "column, behind the last their count."),
     S1F_ROW(executor_settle,
             "-> bool: whether units ran on a GPU: waits for the end of the last step there, and makes its times those "
             "of the GPU."),

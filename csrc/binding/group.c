@@ -71,7 +71,7 @@ S1F_CORE_VOID(void, group_progress, s1f_group *, group, const char *, what)
 S1F_METHOD(s1f_status, group_set_progress, s1f_group *, group, int32_t, rank, const char *, what, double, age_s,
            int32_t, waiting_for)
 {
-    if (!(age_s >= 0 && age_s <= 1e9)) /* another rank wrote it to the store */
+    if (!(age_s >= 0 && age_s <= 1e9)) /* another rank wrote the text to the store */
         return s1f_fail(S1F_ERR_ARG, "rank %d did that %g s ago, must be in 0..1e9", rank, age_s);
     s1f_group_set_progress(group, rank, what, (int64_t)(age_s * 1e9), waiting_for);
     return S1F_OK;

@@ -11,7 +11,7 @@ struct s1f_place_views {
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS];
     const void *payload; /* memory on a GPU may have grown */
-    PyObject *views;     /* (message,): what a unit of one message receives */
+    PyObject *views;     /* (message,): the argument of a unit of one message */
 };
 
 void s1f_messages_free(s1f_messages *messages)

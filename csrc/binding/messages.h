@@ -16,7 +16,7 @@ typedef struct {
     PyObject *ends, *make_views;           /* borrowed, as the next two; make_views: during a step */
     PyObject *dtype_codes;                 /* {torch.dtype: s1f_dtype} */
     PyObject *leave;                       /* (tensors) -> whether any lies elsewhere now */
-    PyObject *names[S1F_NUM_TENSOR_NAMES]; /* of attributes that a tensor is asked for */
+    PyObject *names[S1F_NUM_TENSOR_NAMES]; /* names of the attributes that a tensor is asked for */
     int32_t num_edges;
     int32_t *num_places;
     s1f_place_views **views; /* [edge][place] */

@@ -11,7 +11,7 @@ S1F_METHOD(PyObject *, partition, int64_t, seq_len, int64_t, num_segments, doubl
                                  .num_documents = documents.count,
                                  .costs = costs.values,
                                  .num_costs = costs.count};
-    int64_t room = num_segments < 1 || num_segments > seq_len ? 1 : num_segments; /* the core refuses others */
+    int64_t room = num_segments < 1 || num_segments > seq_len ? 1 : num_segments; /* the core refuses other values */
     int64_t *sizes = PyMem_Calloc((size_t)room, sizeof *sizes);
     if (sizes == NULL)
         return PyErr_NoMemory();

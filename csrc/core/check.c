@@ -128,7 +128,7 @@ static s1f_status fail_too_few(const table *t, int64_t total)
     return fail_missing(t, unit_of_cell(t, missing), S1F_PRODUCT_OUTPUT);
 }
 
-/* What leaves is gone and comes back; and is never what R makes again. */
+/* Activations that leave are away and come back; R never makes these again. */
 static s1f_status check_optional(const table *t, int64_t i)
 {
     const uint32_t moved = 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;

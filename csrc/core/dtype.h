@@ -35,7 +35,7 @@ static inline const char *s1f_dtype_name(int32_t dtype)
     return dtype >= 0 && dtype < S1F_NUM_DTYPES ? names[dtype] : "unknown dtype";
 }
 
-/* What lse, and dK and dV while they add up, are kept in. */
+/* The dtype of lse, and of dK and dV while they add up. */
 static inline int32_t s1f_dtype_of_sums(int32_t dtype)
 {
     return dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32;

@@ -13,7 +13,7 @@
 /* Keys that follow one another along a path, and lie in rows that do, too. */
 typedef struct {
     int64_t begin, end; /* keys, counted along the path */
-    int64_t row;        /* of the first one; the others lie in the rows after it */
+    int64_t row;        /* of the first key; the other keys lie in the rows after it */
 } s1f_key_range;
 
 /* rows: [cell of all stages] the first row of each segment, set for the stages of these units, those of a rank in run

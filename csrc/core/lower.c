@@ -19,10 +19,10 @@ typedef struct {                /* of one stage */
     int32_t live_units;
 } stage_state;
 
-/* What lowering needs to know on its way. */
+/* State of lowering. */
 typedef struct {
     s1f_program *program;
-    s1f_rank_program *own; /* whose instructions are written */
+    s1f_rank_program *own; /* the rank whose instructions are written */
     s1f_pool pool;         /* of all arrays */
     int64_t num_cells;     /* of a stage */
     int64_t *counted;      /* [edge]: messages numbered, freed, placed or posted in the pass that runs */
@@ -125,7 +125,7 @@ static void give_needed_and(const lowering *l, int32_t prefetch)
 typedef struct {
     const lowering *l;
     s1f_walk walk;
-    /* What a run in time has: */
+    /* State of a run in time: */
     const s1f_places *given;
     double *now;   /* [rank] */
     double *sent;  /* [edge][number]: when the unit that makes the message ends */
@@ -146,7 +146,7 @@ static const s1f_walk_rules credit_rules = {.has_come = message_has_come, .with_
  * The order passed its check, and nothing gets stuck with the most places, so there is one. Returns 0 if not. */
 static int add_place(lower_walk *w, int32_t rank)
 {
-    for (int32_t step = 0; step < w->walk.num_ranks; step++) /* whoever waits for whom ends in the cycle */
+    for (int32_t step = 0; step < w->walk.num_ranks; step++) /* a walk from rank to awaited rank ends in the cycle */
         rank = s1f_walk_peer(&w->walk, rank);
     for (int32_t step = 0; step < w->walk.num_ranks; step++, rank = s1f_walk_peer(&w->walk, rank))
         if (w->walk.ranks[rank].has_run) {

@@ -18,13 +18,13 @@
 
 #include "program.h"
 
-/* How many places there are beyond those that an order needs at once. All zero: none.
+/* Places beyond those that an order needs at once. All zero: none.
  *
- * By time: as many as no sender waits for in a run of all ranks, and at least one, so that the next message may come
- * while the unit that reads the one before it still runs. In an order that goes back, each message that is on its way
- * or waits belongs to a unit which its sender, or the receiver of a gradient, holds anyway: places stay few. */
+ * By time: enough that no sender waits in a run of all ranks, and at least one, so that the next message may come while
+ * the unit that reads the message before still runs. In an order that goes back, each message on its way or waiting
+ * belongs to a unit which its sender, or the receiver of a gradient, holds anyway: places stay few. */
 typedef struct {
-    int32_t by_time;  /* 1: as many as the run needs; 0: `prefetch` of them */
+    int32_t by_time;  /* 1: as many more places as the run needs; 0: `prefetch` more places */
     int32_t prefetch; /* at least 0; more are never slower */
     /* Seconds of units in that run, [pass][stage][column], finite and at least 0. NULL: F, I, W and R take 1, B 2, the
      * passes of a shard of the vocabulary and of a tier nothing. */

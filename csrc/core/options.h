@@ -34,7 +34,7 @@ typedef struct {
     int32_t group;        /* micro-batches that go forward, and back, together */
     int32_t round;        /* interleaving: a round holds at least so many micro-batches */
     int32_t extra_warmup; /* more forwards before the first backward, for each stage behind the rank's own */
-    int64_t cap;          /* (stage, segment) units that a rank holds at most */
+    int64_t cap;          /* most (stage, segment) units of a rank */
     /* Seconds of F, I and W, each [stage][segment]; all three or none. Those of all units, with their transfers, sum to
      * at most 1e300. */
     const double *costs[S1F_SPLIT_PASSES];
@@ -44,7 +44,7 @@ typedef struct {
     int32_t rounds;            /* s1f_rounds_kind, of interleaving; not with `round` */
     int32_t trees;             /* s1f_trees_kind */
     const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward */
-    const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
+    const int64_t *cap_bytes;  /* [rank] most bytes of a rank; both or none, and not with `cap` */
     /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
      * num_segments is the most of them. The tables above are then [stage][cell]. */
     const int32_t *segments_of;
@@ -83,7 +83,7 @@ typedef struct {
     const char *name;
     s1f_option_kind kind;
     size_t offset, bytes; /* of the field in s1f_options; zeros: it is not given */
-    int32_t least;        /* that a number may be, if it is given */
+    int32_t least;        /* range of a number that is given */
     const char *words[2]; /* of S1F_KIND_WORD */
 } s1f_option;
 extern const s1f_option s1f_option_table[S1F_NUM_OPTIONS];

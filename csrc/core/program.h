@@ -15,7 +15,7 @@ typedef enum {
     S1F_OP_SEND = 3,    /* sender: message `sequence` is the result of `unit`, which has just run */
     S1F_OP_FREE = 4,    /* `unit`, which has just run, is the last to read its segment's saved state and places */
     S1F_OP_RECEIVE = 5, /* receiver: message `sequence`, an input of `unit`, may start to come (receives.h) */
-    S1F_OP_BACK = 6,    /* what `unit`, the next RUN, reads has come back from the tier: its L has run before */
+    S1F_OP_BACK = 6, /* the activations that `unit`, the next RUN, reads are back from the tier: its L has run before */
     S1F_NUM_OPS = 7
 } s1f_opcode;
 extern const char *const s1f_opcode_names[S1F_NUM_OPS];

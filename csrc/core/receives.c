@@ -8,7 +8,7 @@
 
 typedef struct { /* one rank's run */
     const s1f_rank_program *program;
-    int64_t next; /* instruction that is not yet copied */
+    int64_t next; /* first instruction that is not yet copied */
     int64_t clock;
     int is_at_unit; /* it has what its next unit waits for, and lets the transfers of the same time go first */
     int can_go;

@@ -18,9 +18,9 @@ struct s1f_schedule {
     s1f_pool pool;             /* of that, but for trees, and of orders */
     s1f_trees *trees;          /* of the shape */
     order *orders;             /* [num_ranks] */
-    uint32_t passes;           /* bits of those that occur */
+    uint32_t passes;           /* bits of the passes that occur */
     _Atomic(uint16_t *) marks; /* of the shape, once somebody has asked; readers may be several */
-    _Atomic(int) is_checked;   /* it has passed its rules as it stands */
+    _Atomic(int) is_checked;   /* the order has passed its rules as it stands */
 };
 
 static s1f_status check_counts(const s1f_shape *shape)
@@ -202,7 +202,7 @@ int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b)
 /* A step of a hash: every bit of both changes about half of the result's [MurmurHash3, finalizer]. */
 static uint64_t mix(uint64_t hash, uint64_t word)
 {
-    hash = (hash ^ word) + 0x9e3779b97f4a7c15u; /* else zeros would stay zeros */
+    hash = (hash ^ word) + 0x9e3779b97f4a7c15u; /* otherwise zeros would stay zeros */
     hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
     hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
     return hash ^ hash >> 33;

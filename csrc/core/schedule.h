@@ -29,7 +29,7 @@ typedef struct {
     const char *name, *description, *source;
     const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
     int32_t has_segments; /* 1: its source cuts micro-batches into segments */
-    int32_t stages_per_rank; /* least v that it builds */
+    int32_t stages_per_rank; /* least v that the source builds */
     uint32_t options;        /* bits */
     int32_t splits;          /* 1: its orders have I and W, unless option backward says otherwise */
     int32_t placement; /* s1f_placement_kind, unless an option says otherwise; with one stage per rank both are one */
@@ -53,7 +53,7 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
 /* Bits (1 << s1f_pass) of the passes that occur. */
 uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
-/* 1 where both have the same units in the same order on every rank, and the same trees. */
+/* 1 if both orders have equal units in equal sequence on every rank, and equal trees. */
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);

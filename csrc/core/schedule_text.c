@@ -69,13 +69,13 @@ s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 
 typedef struct {
     s1f_unit unit;
-    int32_t rank;   /* its line, of those that hold units, from 0 */
+    int32_t rank;   /* its line among the lines with units, from 0 */
     const char *at; /* in the text */
 } parsed_unit;
 
 typedef struct {
     const char *text;
-    const char *parents; /* what follows the word, NULL: there is none */
+    const char *parents; /* text behind the word, NULL: none */
     parsed_unit *units;
     int64_t count;
 } parsed_text;

@@ -1,5 +1,5 @@
-/* transform.h - other orders of an order: with units that are recomputed, or away while nobody reads what they saved,
- * or whose weight gradients come as late as may be, for a runtime that fills waits with them. Each: S1F_ERR_SCHEDULE
+/* transform.h - makes an order from another order: with recomputed units, with units whose activations are away while
+ * no unit reads them, or with weight gradients as late as possible, for a runtime that fills waits. S1F_ERR_SCHEDULE
  * where the order breaks a rule; S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */
 #ifndef S1F_TRANSFORM_H
 #define S1F_TRANSFORM_H
@@ -23,11 +23,11 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
  * holds more units whenever its Ws run. */
 s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out);
 
-/* -- what each of them begins and ends with ---------------------------------------------------------------------- */
+/* -- begin and end of each transform ----------------------------------------------------------------------------- */
 
 typedef struct {
     const s1f_schedule *schedule; /* keeps the rules; borrowed */
-    s1f_shape shape;              /* of it, with what becomes of its cells */
+    s1f_shape shape;              /* its shape, with the marks that its cells are to have */
     s1f_schedule *out;            /* empty, with its counts and placement */
 } s1f_transform;
 

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-/* The unit's cell at its stage becomes that of its parent. 0: it has none. */
+/* The unit becomes that of its segment's parent. 0: no parent. */
 static int climb(const s1f_shape *shape, s1f_unit *unit)
 {
     unit->segment = s1f_parent_of(shape, *unit);

@@ -97,7 +97,7 @@ uint32_t s1f_products_of_passes(uint32_t those)
     uint32_t products = BIT(OUTPUT); /* nothing goes back without it */
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         products |= those & BIT(pass) ? passes[pass].products : 0;
-    if (products & (BIT(STATISTICS) | BIT(LOSS))) /* neither is without the other */
+    if (products & (BIT(STATISTICS) | BIT(LOSS))) /* one is not there without the other */
         products |= BIT(STATISTICS) | BIT(LOSS);
     if (products & BIT(EMBED_GRADIENT))
         products |= BIT(EMBEDDED);
@@ -142,7 +142,7 @@ static int32_t first_maker(s1f_product product)
 
 /* Place of an input's maker, seen from the unit that waits. */
 typedef enum {
-    SAME_CELL, /* if it makes the product, where that is optional */
+    SAME_CELL, /* if the cell makes the product, where the product is optional */
     SEGMENT_BEFORE,
     EVERY_SEGMENT_BEHIND,
     STAGE_BEFORE,
@@ -258,7 +258,7 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 typedef enum { EACH, FIRST, LAST, LEAF } moment; /* segment of the micro-batch: s1f_stand_of */
 typedef enum {
     ALWAYS,
-    BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
+    BETWEEN_TWO_PASSES, /* none if one pass makes both products */
     IF_RECOMPUTED,
     AS_SAVED, /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
     AND_AGAIN_BY_R
@@ -272,7 +272,7 @@ static const struct {
     s1f_holding counts_with;
     s1f_product taken_by, freed_by;
     moment taken_at, freed_at;
-    uint32_t used_by; /* products whose makers read or write it */
+    uint32_t used_by; /* products whose makers read or write the holding */
     when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
     [S1F_HOLDS_SAVED] = {"activations", "activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH,

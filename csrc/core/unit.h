@@ -19,18 +19,18 @@
 typedef enum {
     S1F_PASS_FORWARD = 0,         /* F */
     S1F_PASS_BACKWARD = 1,        /* B: full backward */
-    S1F_PASS_BACKWARD_INPUT = 2,  /* I: gradients of what the stage was given */
+    S1F_PASS_BACKWARD_INPUT = 2,  /* I: gradients of the stage's inputs */
     S1F_PASS_BACKWARD_WEIGHT = 3, /* W: gradients of the weights */
-    S1F_PASS_RECOMPUTE = 4,       /* R: F once more, for what B or I reads of it */
-    S1F_PASS_STATISTICS = 5,      /* S: logits of a shard of the vocabulary, and what the others need to know of them */
-    S1F_PASS_LOSS = 6,            /* T: from everyone's statistics the loss, and the shard's gradients */
-    S1F_PASS_EMBED = 7,           /* E: a shard's rows of the input embedding, for the first stage */
-    S1F_PASS_EMBED_GRADIENT = 8,  /* G: their gradients */
-    S1F_PASS_OUT = 9,             /* O: what F saved begins to go to the tier, a file */
-    S1F_PASS_AWAY = 10,           /* A: it has gone, its memory is free */
-    S1F_PASS_LOAD = 11            /* L: there is room for it again, and it begins to come back */
+    S1F_PASS_RECOMPUTE = 4,       /* R: F once more, for the activations that B or I reads */
+    S1F_PASS_STATISTICS = 5,     /* S: logits of a shard of the vocabulary, and their statistics for the other shards */
+    S1F_PASS_LOSS = 6,           /* T: the loss from all shards' statistics, and the shard's gradients */
+    S1F_PASS_EMBED = 7,          /* E: a shard's rows of the input embedding, for the first stage */
+    S1F_PASS_EMBED_GRADIENT = 8, /* G: gradients of these rows */
+    S1F_PASS_OUT = 9,            /* O: what F saved begins to go to the tier, a file */
+    S1F_PASS_AWAY = 10,          /* A: what F saved has gone to the tier, its memory is free */
+    S1F_PASS_LOAD = 11           /* L: there is room again, and what F saved begins to come back */
 } s1f_pass;
-enum { S1F_MAX_PASSES = 16 };        /* room in tables that have a row per pass */
+enum { S1F_MAX_PASSES = 16 };        /* room in tables with a row per pass */
 extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
 
 typedef struct {
@@ -50,21 +50,21 @@ void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
 typedef enum {
-    S1F_PRODUCT_OUTPUT = 0,          /* what the stage computes: F */
-    S1F_PRODUCT_INPUT_GRADIENT = 1,  /* B or I; with it gradients of keys, values and carried state */
+    S1F_PRODUCT_OUTPUT = 0,          /* the stage's output: F */
+    S1F_PRODUCT_INPUT_GRADIENT = 1,  /* B or I; also gradients of keys, values and carried state */
     S1F_PRODUCT_WEIGHT_GRADIENT = 2, /* B or W */
-    S1F_PRODUCT_RECOMPUTED = 3,      /* what F has saved in other cells: R */
+    S1F_PRODUCT_RECOMPUTED = 3,      /* the activations that F saves in other cells: R */
     S1F_PRODUCT_STATISTICS = 4,      /* of a shard's logits: S */
-    S1F_PRODUCT_LOSS = 5,            /* and a shard's part of the gradient of the last stage's output: T */
+    S1F_PRODUCT_LOSS = 5,            /* the loss, and a shard's part of the gradient of the last stage's output: T */
     S1F_PRODUCT_EMBEDDED = 6,        /* rows of the embedding: E */
-    S1F_PRODUCT_EMBED_GRADIENT = 7,  /* of them: G */
+    S1F_PRODUCT_EMBED_GRADIENT = 7,  /* gradients of these rows: G */
     S1F_PRODUCT_LEAVING = 8,         /* what F saved is on its way out: O */
-    S1F_PRODUCT_AWAY = 9,            /* it is in the tier alone: A */
-    S1F_PRODUCT_COMING = 10,         /* it is on its way back: L */
+    S1F_PRODUCT_AWAY = 9,            /* what F saved is in the tier alone: A */
+    S1F_PRODUCT_COMING = 10,         /* what F saved is on its way back: L */
     S1F_MAX_PRODUCTS = 16
 } s1f_product;
 
-/* Bits (1 << s1f_product) of what a pass makes; 0 for a number that is no pass. */
+/* Bits (1 << s1f_product) of a pass's products; 0 for a number that is no pass. */
 uint32_t s1f_pass_products(int32_t pass);
 static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
@@ -92,24 +92,24 @@ typedef struct {
     const int32_t *parent, *first_child, *next_sibling;
 } s1f_trees;
 
-/* Bits of a cell's mark beside those of its optional products. They say how an order of trees goes through them. */
+/* Bits of a cell's mark beside those of its optional products: how an order goes through a tree. */
 enum {
-    S1F_MARK_LAST_FORWARD = 1 << 13,   /* its F is the last of its micro-batch at the stage */
-    S1F_MARK_FIRST_BACKWARD = 1 << 14, /* its B or I is the first */
-    S1F_MARK_OPENS_PARENT = 1 << 15    /* and the first of all that follow its parent, whether at once or later */
+    S1F_MARK_LAST_FORWARD = 1 << 13,   /* the cell's F is the last of the micro-batch at the stage */
+    S1F_MARK_FIRST_BACKWARD = 1 << 14, /* the cell's B or I is the first of the micro-batch at the stage */
+    S1F_MARK_OPENS_PARENT = 1 << 15    /* the cell's B or I is the first below its parent */
 };
 
-/* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last
- * is what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
+/* Counts of an order, the ranks of its stages, its products, and the cells with optional products. These make a unit a
+ * recomputed one, whose F saves nothing, or a moved one, whose activations are away for a while. */
 typedef struct {
     int32_t num_ranks, num_stages, num_microbatches;
-    int32_t num_segments; /* of every micro-batch; with first_cell the most that one has */
+    int32_t num_segments; /* of every micro-batch; with first_cell of the longest micro-batch */
     uint32_t products;
-    const int32_t *rank_of_stage; /* [num_stages]; borrowed, as are the others */
+    const int32_t *rank_of_stage; /* [num_stages]; borrowed, as are all arrays here */
     /* [num_microbatches + 1], from 0: the cells of micro-batch m within its stage are first_cell[m] up to the one
      * before first_cell[m + 1], one for each of its segments. NULL: every micro-batch has num_segments. */
     const int64_t *first_cell;
-    const s1f_trees *trees; /* NULL: each segment follows the one before it. Else there is first_cell */
+    const s1f_trees *trees; /* NULL: each segment follows the segment before. Otherwise first_cell is set, too */
     /* [cell of all stages] bits of optional products, and marks of trees. NULL: all optional ones that the order makes;
      * and in trees the order of numbers, and the reverse. */
     const uint16_t *marks;
@@ -158,12 +158,12 @@ static inline int s1f_cell_has(const s1f_shape *shape, s1f_unit unit, s1f_produc
     return s1f_shape_makes(shape, optional) &&
            (shape->marks == NULL || shape->marks[s1f_cell_of_all(shape, unit)] >> optional & 1);
 }
-/* The segment that the unit's own follows; -1: none, it is the first. */
+/* The parent of the unit's segment; -1: the segment is the first. */
 static inline int32_t s1f_parent_of(const s1f_shape *shape, s1f_unit unit)
 {
     return shape->trees == NULL ? unit.segment - 1 : shape->trees->parent[s1f_cell(shape, unit)];
 }
-/* The first segment that follows the unit's own, and the next one that follows the same; -1: none. */
+/* The first child of the unit's segment, and the next child of its parent; -1: none. */
 static inline int32_t s1f_first_child(const s1f_shape *shape, s1f_unit unit)
 {
     if (shape->trees != NULL)
@@ -189,7 +189,7 @@ static inline int s1f_opens_parent(const s1f_shape *shape, s1f_unit unit)
     return shape->trees == NULL || (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0;
 }
 
-/* What becomes of what F of a cell saves. */
+/* What becomes of the activations that F of a cell saves. */
 typedef enum { S1F_CELL_KEPT, S1F_CELL_RECOMPUTED, S1F_CELL_MOVED, S1F_NUM_CELL_KINDS } s1f_cell_kind;
 
 static inline s1f_cell_kind s1f_kind_of_cell(const s1f_shape *shape, s1f_unit unit)
@@ -212,7 +212,7 @@ typedef enum {
     S1F_COMES_FROM_STAGE /* from another stage: a message between two ranks, handed over within one */
 } s1f_way;
 
-/* What kind of result goes from stage to stage. */
+/* Kinds of results that go from stage to stage. */
 typedef enum {
     S1F_CHANNEL_ACTIVATION = 0,      /* to the next stage */
     S1F_CHANNEL_GRADIENT = 1,        /* to the stage before */
@@ -225,11 +225,11 @@ typedef enum {
 } s1f_channel;
 
 typedef struct {
-    s1f_unit maker;      /* its pass is the first one that makes `product`; another one of the order may */
-    s1f_product product; /* that is waited for */
+    s1f_unit maker;      /* its pass is the first that makes `product`; in an order another pass may make it */
+    s1f_product product; /* the product that is waited for */
     s1f_way way;
-    s1f_channel channel;  /* where it comes from a stage */
-    s1f_product kept_for; /* where it comes from a stage: what is made last from it; then its place is free */
+    s1f_channel channel;  /* of a product from another stage */
+    s1f_product kept_for; /* of a product from another stage: the last product made from it; then its place is free */
     const char *rule;     /* the dependency as a sentence */
 } s1f_unit_input;
 
@@ -247,39 +247,39 @@ static inline s1f_inputs s1f_inputs_of(const s1f_shape *shape, s1f_unit unit)
 }
 int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input); /* 0: no more */
 
-/* Whether the unit reads what its cell's L brings back. */
+/* Whether the unit reads the activations that its cell's L brings back. */
 static inline int s1f_reads_moved(const s1f_shape *shape, s1f_unit unit)
 {
     return s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT) && s1f_cell_has(shape, unit, S1F_PRODUCT_COMING);
 }
 
-/* At once on their way out of one rank, from O to A, and back, from L to the backward: bounds the bytes that are
- * neither here nor there. Two may come: the one that is read next, and the one behind it. */
+/* Most units of a rank on their way out, from O to A, and on their way back, from L to the backward: bounds the bytes
+ * in between. Two may come back at once: the unit that is read next, and the unit behind it. */
 enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
 
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
 
-/* What a stage holds from the begin of one unit to the end of another. */
+/* Memory that a stage holds from the begin of one unit to the end of another. */
 typedef enum {
     /* Both but while they are away: from the end of A to L. */
-    S1F_HOLDS_SAVED = 0,           /* what F, or R, saved and W does not read: to the end of B or I */
-    S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
-    S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
+    S1F_HOLDS_SAVED = 0,           /* activations of F, or R, that W does not read: to the end of B or I */
+    S1F_HOLDS_FOR_WEIGHT = 1,      /* activations that W reads: to the end of B or W. The unit is live meanwhile */
+    S1F_HOLDS_OUTPUT_GRADIENT = 2, /* gradients of outputs that I leaves for W */
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: the first B or I of the micro-batch to that of segment 0 */
     S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
-    S1F_HOLDS_SHARD_LOGITS = 6,    /* of a shard: from S to the end of T */
+    S1F_HOLDS_SHARD_LOGITS = 6,    /* logits of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
-    S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
-    S1F_HOLDS_FORWARD_WORK = 9,    /* what F, or R, allocates for a while: that one alone */
-    S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
+    S1F_HOLDS_STAYING = 8,         /* tensors that neither move nor are recomputed: F to the end of B or I */
+    S1F_HOLDS_FORWARD_WORK = 9,    /* memory that F, or R, takes during the unit alone */
+    S1F_HOLDS_BACKWARD_WORK = 10,  /* memory that B or I takes during the unit alone */
     /* gradients of the unit's own keys and values, where pages go back: B or I of a segment that none follows, which
      * takes those of its path, to the unit's own */
     S1F_HOLDS_KV_GRADIENT_ROWS = 11,
     S1F_NUM_HOLDINGS = 12
 } s1f_holding;
 
-/* A table of seconds or bytes (table.h) has one value for each of these. */
+/* A table of seconds or bytes (table.h) has one value for each rank, stage, pair, segment or cell. */
 typedef enum {
     S1F_PER_RANK,
     S1F_PER_STAGE,
@@ -288,17 +288,17 @@ typedef enum {
     S1F_PER_CELL /* of all stages, as its column in table.h; seconds of passes are all given so */
 } s1f_per;
 
-/* What is told of a holding. Whoever reads or shows bytes goes through these. */
+/* Facts of a holding, for whoever reads or shows bytes. */
 typedef struct {
-    const char *name; /* of its bytes, as callers give and read them */
+    const char *name; /* the name of its bytes, for callers */
     const char *text; /* in words */
     s1f_per per;
-    s1f_holding counts_with; /* peaks are of all holdings that count with the same one, and have its name */
+    s1f_holding counts_with; /* peaks add up the holdings that count with this holding, under its name */
 } s1f_holding_facts;
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding);
-/* Whether the unit that takes it takes what its own segment and those before it free, each its own; in trees, those of
- * its path that none has taken yet. */
+/* Whether the taking unit takes memory for its own segment and all earlier ones, which the units of these segments free
+ * one by one; in trees, for the segments of its path that have none yet. */
 int s1f_takes_path(s1f_holding holding);
 
 typedef struct { /* bits (1 << s1f_holding) */
@@ -308,14 +308,14 @@ typedef struct { /* bits (1 << s1f_holding) */
 /* Bits say where a unit's segment stands in its micro-batch; in a chain the last segment is the last forward, the first
  * one back and the leaf. */
 enum {
-    S1F_STANDS_FIRST = 1, /* it follows none */
-    S1F_STANDS_LAST = 2,  /* the last to go forward; of a pass that goes back, the first */
-    S1F_STANDS_LEAF = 4,  /* none follows it */
+    S1F_STANDS_FIRST = 1, /* the segment has no parent */
+    S1F_STANDS_LAST = 2,  /* the last segment forward; of a pass that goes back, the first */
+    S1F_STANDS_LEAF = 4,  /* the segment has no child */
     S1F_NUM_STANDS = 8
 };
 
-/* Lifetimes of all units of an order: they depend on the pass, on where the segment stands, and on what becomes of what
- * F saves. */
+/* Lifetimes of all units of an order, by the pass, by the place of the segment, and by what becomes of the activations
+ * that F saves. */
 typedef struct {
     s1f_shape shape;
     s1f_lifetimes of[S1F_NUM_CELL_KINDS][S1F_MAX_PASSES][S1F_NUM_STANDS];
@@ -332,7 +332,7 @@ static inline int s1f_stand_of(const s1f_shape *shape, s1f_unit unit)
     return shape->trees != NULL ? s1f_stand_in_tree(shape, unit, is_end)
                                 : S1F_STANDS_FIRST * is_first | (S1F_STANDS_LAST | S1F_STANDS_LEAF) * is_end;
 }
-/* As if the unit's cell were of this kind. */
+/* The lifetimes of a unit whose cell were of this kind. */
 static inline s1f_lifetimes s1f_lifetimes_as(const s1f_lifetime_table *table, s1f_unit unit, s1f_cell_kind kind)
 {
     return table->of[kind][unit.pass][s1f_stand_of(&table->shape, unit)];

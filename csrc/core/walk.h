@@ -1,9 +1,9 @@
 /* walk.h - runs all ranks against each other, each along its list of units.
  *
  * A rank waits for the messages of its next unit, runs it, sends its result on every edge, and posts the places that
- * the unit frees; where it has to wait for another rank it stands still until that one has gone on. Who goes first
- * changes nothing but the order in which the rules below are called. What the walk is for, its user says by rules:
- * nothing (is there a cycle?), credits (are there places enough?), times (when does each unit start?).
+ * the unit frees; if the rank has to wait for another rank, it stands still until that rank has gone on. Who goes first
+ * changes nothing but the order in which the rules below are called. Rules say what the walk is for: nothing (is there
+ * a cycle?), credits (are there places enough?), times (when does each unit start?).
  *
  * s1f_walk_go is inlined into each user with rules that are known there, so that an empty rule costs nothing. */
 #ifndef S1F_WALK_H
@@ -13,15 +13,15 @@
 
 typedef struct {
     const s1f_unit *next, *end; /* the unit that the rank runs next, or whose result it sends; of its list, borrowed */
-    int32_t has_run;            /* that unit has run */
-    int32_t sent;               /* edges of that unit on which its result has been sent */
-    int32_t posted;             /* places that it frees which have been posted */
-    int32_t waits_for;          /* edge on which it waits for a message, or for a place (has_run); -1 */
+    int32_t has_run;            /* `*next` has run */
+    int32_t sent;               /* edges on which the result of `*next` has been sent */
+    int32_t posted;             /* places freed by `*next` that have been posted */
+    int32_t waits_for;          /* edge on which the rank waits for a message, or for a place (has_run); -1 */
 } s1f_walker;
 
 typedef struct {
     int64_t num_posted, num_sent;
-    int64_t most_posted; /* a place that is freed later stays empty */
+    int64_t most_posted; /* a place freed later stays empty */
     int32_t receiver_waits, sender_waits;
 } s1f_link;
 
@@ -62,7 +62,7 @@ s1f_status s1f_walk_create(const s1f_edges *edges, const s1f_shape *shape, s1f_w
 void s1f_walk_free(s1f_walk *walk); /* its arrays */
 /* Makes all ranks ready, rank 0 the first to go. */
 void s1f_walk_ready_all(s1f_walk *walk);
-/* Gives a rank its list. */
+/* Gives a rank its list of units. */
 static inline void s1f_walk_set_units(s1f_walk *walk, int32_t rank, const s1f_unit *units, int64_t count)
 {
     walk->ranks[rank].next = units;

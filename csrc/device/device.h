@@ -21,14 +21,14 @@ typedef struct s1f_device {
     s1f_cu_stream compute;    /* the stream of the caller's kernels; NULL: the default stream */
     s1f_cu_event first, last; /* recorded there at the step's begin, and when its times are read */
     int64_t first_ns;         /* when the first happened, on the host's clock, once times are settled */
-    s1f_device_unit *units;   /* of the step, in the order in which they began */
+    s1f_device_unit *units;   /* units of the step, in the order of their begins */
     int64_t num_units, capacity;
-    int32_t is_open;   /* the last of them has no end yet */
-    int64_t num_steps; /* that have begun */
-    /* Something on it does not end, as a copy for a peer that has died: to free or close anything there would wait for
-     * that, in a real driver for ever. So all that is there stays. */
+    int32_t is_open;   /* the last unit has no end yet */
+    int64_t num_steps; /* steps that have begun */
+    /* Work on the GPU does not end, as a copy for a peer that has died: to free or close anything there would wait for
+     * that work, in a real driver for ever. So all memory there stays. */
     int32_t is_stuck;
-    /* Others give back memory of it that they hold free; how many bytes of that stay. NULL: nobody does. */
+    /* Makes torch give back its free memory on the GPU; returns the free bytes that torch keeps. NULL: no torch. */
     int64_t (*make_room)(void *context);
     void *room_context;
 } s1f_device;
@@ -37,7 +37,7 @@ typedef struct s1f_device {
 s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_device **out);
 void s1f_device_free(s1f_device *device); /* NULL is fine */
 
-/* Calls of the driver go between these: they make the GPU's context the thread's. */
+/* Calls of the driver stand between these two, which make the GPU's context the thread's. */
 s1f_status s1f_device_enter(const s1f_device *device);
 s1f_status s1f_device_leave(const s1f_device *device, s1f_status status); /* returns `status` */
 
@@ -47,8 +47,8 @@ int s1f_device_is_idle_by(const s1f_device *device, s1f_cu_stream stream, int64_
 
 /* The stream on which the units of the next step compute. */
 s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute);
-/* Called before the work of each unit is started, and after. A unit that is begun again before its end begins only
- * then: its start moves. One whose end has been told already keeps that. */
+/* Called before the work of each unit is started, and after. A unit that is begun again before its end has its start
+ * then; a unit whose end is set keeps that end. */
 s1f_status s1f_device_begin_unit(s1f_device *device);
 s1f_status s1f_device_restart_unit(s1f_device *device);
 s1f_status s1f_device_end_unit(s1f_device *device);

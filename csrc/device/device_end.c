@@ -284,16 +284,13 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
 {
-    s1f_device_end *end = (s1f_device_end *)head;
-    return end->mover->move == NULL ? S1F_OK : take(end, sequence, number);
+    return take((s1f_device_end *)head, sequence, number);
 }
 
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    if (end->mover->move == NULL)
-        S1F_TRY(take(end, sequence, number));
     assert(sequence < end->started); /* the program has receives */
     S1F_TRY(enter(end));
     s1f_status status = S1F_OK;
@@ -314,7 +311,7 @@ static s1f_status device_arrived(s1f_edge_end *head, int64_t sequence, int64_t *
 static s1f_status prepare_send(s1f_device_end *end, int64_t sequence, int32_t number, s1f_message *message,
                                const void **tensors)
 {
-    message->on_device = end->mover->move != NULL;
+    message->on_device = 1;
     if (end->mover->prepare_send != NULL)
         S1F_TRY(end->mover->prepare_send(end, sequence, number, message));
     return message->on_device ? S1F_OK : s1f_device_end_to_host(end, message, tensors);
@@ -427,6 +424,11 @@ int s1f_device_end_close(s1f_edge_end *head)
     if (end->is_closed)
         return !end->is_leaked;
     int entered = s1f_device_enter(end->device) == S1F_OK;
+    pthread_mutex_lock(&end->watchdog->lock);
+    for (s1f_device_end *each = end->watchdog->ends; each != NULL; each = each->next)
+        if (each->proof_ns != 0) /* the proof has failed, and no transfer of it is waited for */
+            s1f_device_end_abort(each);
+    pthread_mutex_unlock(&end->watchdog->lock);
     int idle = entered && s1f_watchdog_is_idle_by(end->watchdog, s1f_device_end_farewell_ns(end));
     pthread_mutex_lock(&end->watchdog->lock);
     unlink_end(end);
@@ -505,5 +507,3 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
     *out = end;
     return S1F_OK;
 }
-
-const s1f_mover s1f_host_mover = {.is_one_sided = 1};

@@ -31,18 +31,18 @@ typedef struct s1f_device_end s1f_device_end;
 typedef struct {
     s1f_cu_address address; /* receiver: own; sender: the receiver's, by a mover that opens it */
     int64_t capacity;       /* receiver: bytes, 0: none yet */
-    uint64_t generation;    /* counts the memories it has had */
+    uint64_t generation;    /* counts the memories that the place has had */
     s1f_cu_event freed;     /* of the last POST */
-    s1f_cu_event copied;    /* of a copy into it, and its name */
+    s1f_cu_event copied;    /* end of a copy into the place, and the event's name */
     s1f_cu_handle name;
     const s1f_message *message;
-    const void *host_payload; /* of a message that came over the host */
+    const void *host_payload; /* payload of a message that came over the host */
 } s1f_device_place;
 
 typedef struct { /* one message of this step; events are made once and used again by every step */
     s1f_cu_event started, done;
-    s1f_unit unit;   /* that produced it */
-    int32_t is_over; /* nothing to wait for: it had no bytes, or went through host memory */
+    s1f_unit unit;   /* the unit that produced the message */
+    int32_t is_over; /* nothing to wait for: the message had no bytes, or went through host memory */
 } s1f_transfer;
 
 typedef struct { /* how bytes move. Called with the GPU's context current; a function may be NULL. */
@@ -50,8 +50,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
     /* Sender. Clears message->on_device if the message has to go through host memory. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message);
-    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. NULL: every message goes
-     * through host memory, and the receiver waits for it no sooner than WAIT. */
+    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. */
     s1f_status (*move)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
     /* The next two are called under the lock.
@@ -76,7 +75,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    s1f_cu_address *retired; /* what places outgrew, where the sender writes into them: it stays to the end */
+    s1f_cu_address *retired; /* what places outgrew: it stays to the end */
     int32_t num_retired;
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
@@ -84,7 +83,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t proof_ns; /* not 0: the end proves itself (edge_proof.h): what fails is its own, each wait ends so soon */
     int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
-    int32_t is_leaked;           /* its memory on the GPU stays for good */
+    int32_t is_leaked;           /* memory of the end on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */
     /* the watchdog's: */
     int64_t seen_over, seen_started, stuck_since_ns;
@@ -95,12 +94,10 @@ struct s1f_device_end { /* head of each mover's own struct */
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
-/* Messages all go through pageable host memory, over the control edge: it needs nothing but copies to and from the
- * host, which waits for two copies a message. */
-extern const s1f_mover s1f_host_mover;
 /* Ends what the end does; its memory stays until it is freed, as tensors may lie there. Freeing closes as well. Senders
- * close first: a receiver waits for its own. 0: the GPU, or the sender, does not end what it began by the time of
- * farewell, in 5 s or the group's limit; then nothing is closed or freed, ever. */
+ * close first: a receiver waits for its own. What still proves itself has failed, and is aborted. 0: the GPU, or the
+ * sender, does not end what it began by the time of farewell, in 5 s or the group's limit; then nothing is closed or
+ * freed, ever. */
 int s1f_device_end_close(s1f_edge_end *end);
 int64_t s1f_device_end_farewell_ns(const s1f_device_end *end);
 
@@ -119,7 +116,7 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason);
 /* Waits until the mover's last call is enqueued; at first, until its end is connected to the peer's. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
-/* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
+/* Makes a place hold at least so many bytes; what it held is lost. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
 /* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
  * name host memory; and into the place where it has come. */

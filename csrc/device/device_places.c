@@ -7,24 +7,16 @@
  * Programming Guide, "Interprocess Communication"). */
 static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 
-static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
+/* The sender may have it open, and a tensor may lie there. */
+static s1f_status retire_memory(s1f_device_end *end, s1f_device_place *place)
 {
-    const s1f_driver *driver = end->device->driver;
-    if (end->mover->post != NULL) { /* the sender may have it open, and a tensor may lie there */
-        s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
-        if (grown == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
-        end->retired = grown;
-        grown[end->num_retired++] = place->address;
-        place->capacity = 0;
-        return S1F_OK;
-    }
-    /* Those who read it have been started on the stream that computes. */
-    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
-    if (status == S1F_OK)
-        status = S1F_CU(driver, memory_free, place->address);
+    s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
+    if (grown == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
+    end->retired = grown;
+    grown[end->num_retired++] = place->address;
     place->capacity = 0;
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status allocate(const s1f_device *device, int64_t bytes, s1f_cu_address *address)
@@ -41,12 +33,10 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
 {
     if (bytes <= place->capacity)
         return S1F_OK;
-    if (end->mover->post != NULL) {
-        if (bytes < place->capacity + place->capacity / 2)
-            bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
-        bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
-    }
-    s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
+    if (bytes < place->capacity + place->capacity / 2)
+        bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
+    bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
+    s1f_status status = place->capacity > 0 ? retire_memory(end, place) : S1F_OK;
     if (status == S1F_OK)
         status = allocate(end->device, bytes, &place->address);
     if (status != S1F_OK)

@@ -1,8 +1,6 @@
 /* edge_proof.c - one message over an edge between GPUs that nobody depends on. */
 #include "edge_proof.h"
 
-static const int64_t GIVE_UP_NS = INT64_C(1000) * 1000 * 1000;
-
 static int header_has_come(void *end)
 {
     return s1f_p2p_has_come(((s1f_device_end *)end)->control, 0);
@@ -56,20 +54,6 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t bytes, const void 
         return S1F_OK;
     return s1f_fail(S1F_ERR_STATE, "a message of %lld bytes arrived, %lld were sent", (long long)message->payload_bytes,
                     (long long)bytes);
-}
-
-int s1f_edge_proof_give_up(s1f_edge_end *head)
-{
-    s1f_device_end *end = (s1f_device_end *)head;
-    if (s1f_device_enter(end->device) != S1F_OK)
-        return 0;
-    pthread_mutex_lock(&end->watchdog->lock);
-    s1f_device_end_abort(end);
-    pthread_mutex_unlock(&end->watchdog->lock);
-    int idle = s1f_device_is_idle_by(end->device, end->stream, s1f_now_ns() + GIVE_UP_NS) == 1;
-    end->device->is_stuck |= !idle;
-    s1f_device_leave(end->device, S1F_OK);
-    return idle;
 }
 
 s1f_status s1f_edge_proof_end(s1f_edge_end *head)

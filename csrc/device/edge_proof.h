@@ -7,8 +7,7 @@
  * The order of the calls, which both ends keep; between two lines the ranks exchange whether all went well:
  *     post                  receiver
  *     send, receive         a one-sided mover's send first, else both at once
- *     give_up               after an error: nothing more is begun
- *     end                   the sender's first */
+ *     end                   the sender's first; after an error the ends are closed instead */
 #ifndef S1F_EDGE_PROOF_H
 #define S1F_EDGE_PROOF_H
 
@@ -16,12 +15,10 @@
 
 /* A step has begun (s1f_group_begin_step, s1f_device_begin_step), and the end's watchdog has a limit for proofs. */
 s1f_status s1f_edge_proof_post(s1f_edge_end *end, int64_t bytes);
-/* These return once the transfer has ended on this side, with the nanoseconds that it took. data: on the GPU; it may be
- * freed after that, or after give_up has returned 1. */
+/* Both return once the transfer has ended on this side, with its nanoseconds. data: on the GPU; it may be
+ * freed after that, or once the end is closed and keeps nothing. */
 s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t bytes, int64_t *ns);
 s1f_status s1f_edge_proof_receive(s1f_edge_end *end, int64_t bytes, const void **data, int64_t *ns);
-/* Aborts what is under way. 0: it does not end, so nothing on that GPU is freed any more. */
-int s1f_edge_proof_give_up(s1f_edge_end *end);
 /* From here on failures are the group's again. Gives back what places hold, and what was opened of the peer's. */
 s1f_status s1f_edge_proof_end(s1f_edge_end *end);
 

@@ -1,6 +1,8 @@
 /* host_tier.c - pinned memory, the two streams that copy, and the events between them and compute. */
 #include "host_tier.h"
 
+#include "../run/group.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,8 +23,7 @@ typedef struct { /* one copy of a load; events are made once and used again by e
     int32_t way;
 } copy;
 
-typedef struct {
-    s1f_tier head;
+struct s1f_host_tier {
     s1f_device *device;
     s1f_status (*check_host)(void *context, int64_t bytes);
     void *context;
@@ -35,16 +36,11 @@ typedef struct {
     copy *copies;       /* of this step, in the order in which they were asked for */
     int64_t num_copies, capacity;
     char broken[256]; /* "" while copies work */
-} host_tier;
-
-static host_tier *of(s1f_tier *tier)
-{
-    return (host_tier *)tier;
-}
+};
 
 /* Another library may capture a graph meanwhile, which forbids such calls to threads that do not say that they have
  * nothing to do with it. */
-static s1f_status enter(const host_tier *tier, int *mode)
+static s1f_status enter(const s1f_host_tier *tier, int *mode)
 {
     s1f_status status = s1f_device_enter(tier->device);
     *mode = S1F_CU_CAPTURE_RELAXED;
@@ -53,7 +49,7 @@ static s1f_status enter(const host_tier *tier, int *mode)
     return status;
 }
 
-static s1f_status leave(const host_tier *tier, int mode, s1f_status status)
+static s1f_status leave(const s1f_host_tier *tier, int mode, s1f_status status)
 {
     (void)tier->device->driver->capture_mode(&mode);
     return s1f_device_leave(tier->device, status);
@@ -61,7 +57,7 @@ static s1f_status leave(const host_tier *tier, int mode, s1f_status status)
 
 /* -- room ---------------------------------------------------------------------------------------------------------- */
 
-static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
+static s1f_status pin(const s1f_host_tier *tier, int64_t bytes, void **memory)
 {
     if (S1F_CU(tier->device->driver, host_allocate, memory, (size_t)bytes, 0) == S1F_OK)
         return S1F_OK;
@@ -73,10 +69,13 @@ static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
                     (int)tier->device->ordinal, (long long)bytes, (long long)tier->pinned, text);
 }
 
-/* Pins what is missing up to `end`. The first load of a step tells how much all of them need, so that a host which is
+/* Pins what is missing for a load. The first load of a step tells how much all of them need, so that a host which is
  * too small is told of before its memory is full. */
-static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
+static s1f_status grow(s1f_host_tier *tier, const s1f_tier_part *parts, int32_t num_parts)
 {
+    if (num_parts == 0)
+        return S1F_OK;
+    int64_t end = parts[num_parts - 1].offset + parts[num_parts - 1].bytes, load_bytes = end - parts[0].offset;
     int64_t missing = end - tier->pinned, expected = tier->most_loads * load_bytes - tier->pinned;
     if (missing <= 0)
         return S1F_OK;
@@ -91,11 +90,10 @@ static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
     S1F_TRY(pin(tier, missing, &memory));
     pieces[tier->num_pieces++] = (piece){memory, tier->pinned, missing};
     tier->pinned += missing;
-    tier->head.facts.room_bytes = tier->pinned;
     return S1F_OK;
 }
 
-static const piece *piece_at(const host_tier *tier, int64_t offset)
+static const piece *piece_at(const s1f_host_tier *tier, int64_t offset)
 {
     const piece *found = tier->pieces;
     while (offset >= found->offset + found->bytes)
@@ -105,7 +103,7 @@ static const piece *piece_at(const host_tier *tier, int64_t offset)
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 
-static s1f_status next_copy(host_tier *tier, copy **out)
+static s1f_status next_copy(s1f_host_tier *tier, copy **out)
 {
     const s1f_driver *driver = tier->device->driver;
     if (tier->num_copies == tier->capacity) {
@@ -126,14 +124,14 @@ static s1f_status next_copy(host_tier *tier, copy **out)
 }
 
 /* A part, in as many copies as its room has pieces. */
-static s1f_status copy_part(const host_tier *tier, int32_t way, const s1f_tier_part *part, int64_t offset)
+static s1f_status copy_part(const s1f_host_tier *tier, int32_t way, const s1f_tier_part *part)
 {
     const s1f_driver *driver = tier->device->driver;
     for (int64_t done = 0; done < part->bytes;) {
-        const piece *at = piece_at(tier, offset + done);
-        int64_t left = at->offset + at->bytes - (offset + done), bytes = part->bytes - done;
+        const piece *at = piece_at(tier, part->offset + done);
+        int64_t left = at->offset + at->bytes - (part->offset + done), bytes = part->bytes - done;
         bytes = bytes < left ? bytes : left;
-        char *host = at->memory + (offset + done - at->offset);
+        char *host = at->memory + (part->offset + done - at->offset);
         s1f_cu_address device = (s1f_cu_address)(uintptr_t)part->data + (s1f_cu_address)done;
         if (way == OUT)
             S1F_TRY(S1F_CU(driver, copy_to_host, host, device, (size_t)bytes, tier->streams[OUT]));
@@ -144,98 +142,102 @@ static s1f_status copy_part(const host_tier *tier, int32_t way, const s1f_tier_p
     return S1F_OK;
 }
 
-static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
+static s1f_status start_copy(s1f_host_tier *tier, int32_t way, int64_t number, const s1f_tier_part *parts,
+                             int32_t num_parts)
 {
     const s1f_driver *driver = tier->device->driver;
-    int32_t way = load->comes_in ? IN : OUT;
     s1f_cu_stream stream = tier->streams[way];
     copy *next = NULL;
     S1F_TRY(next_copy(tier, &next));
-    load->ticket = (uint64_t)(tier->num_copies - 1);
-    *next = (copy){next->begin, next->end, load->number, 0, way};
+    *next = (copy){next->begin, next->end, number, 0, way};
     S1F_TRY(S1F_CU(driver, event_record, tier->given, tier->device->compute));
     S1F_TRY(S1F_CU(driver, stream_wait_event, stream, tier->given, 0));
     S1F_TRY(S1F_CU(driver, event_record, next->begin, stream));
-    int64_t offset = load->offset;
-    for (int32_t i = 0; i < load->num_parts; i++) {
-        S1F_TRY(copy_part(tier, way, &load->parts[i], offset));
-        offset += s1f_tier_rounded(load->parts[i].bytes);
-        next->bytes += load->parts[i].bytes;
+    for (int32_t i = 0; i < num_parts; i++) {
+        S1F_TRY(copy_part(tier, way, &parts[i]));
+        next->bytes += parts[i].bytes;
     }
     return S1F_CU(driver, event_record, next->end, stream);
 }
 
 /* "GPU 0: moving 4096 bytes out to pinned host memory: ..." */
-static s1f_status tell(const host_tier *tier, const s1f_tier_load *load, s1f_status status)
+static s1f_status tell(const s1f_host_tier *tier, int32_t way, int64_t bytes, s1f_status status)
 {
     char text[256];
     snprintf(text, sizeof text, "%s", s1f_last_error());
     return s1f_fail(status, "Memory(offload=HOST): GPU %d: %s %lld bytes %s pinned host memory: %s",
-                    (int)tier->device->ordinal, load->comes_in ? "bringing" : "moving", (long long)load->bytes,
-                    load->comes_in ? "back from" : "out to", text);
+                    (int)tier->device->ordinal, way == IN ? "bringing" : "moving", (long long)bytes,
+                    way == IN ? "back from" : "out to", text);
 }
 
-static s1f_status begin(s1f_tier *head, s1f_tier_load *load)
+s1f_status s1f_host_tier_move(s1f_host_tier *tier, int32_t is_out, int64_t number, const s1f_tier_part *parts,
+                              int32_t num_parts)
 {
-    host_tier *tier = of(head);
+    int64_t bytes = 0;
     int mode;
+    for (int32_t i = 0; i < num_parts; i++)
+        bytes += parts[i].bytes;
     S1F_TRY(enter(tier, &mode));
-    s1f_status status = grow(tier, load->offset + load->bytes, load->bytes);
-    if (status == S1F_OK && (status = start_copy(tier, load)) != S1F_OK)
-        status = tell(tier, load, status);
+    s1f_status status = grow(tier, parts, num_parts);
+    if (status == S1F_OK && (status = start_copy(tier, is_out ? OUT : IN, number, parts, num_parts)) != S1F_OK)
+        status = tell(tier, is_out ? OUT : IN, bytes, status);
     return leave(tier, mode, status);
 }
 
-static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
+/* What was asked last of the load in this step; NULL: nothing. */
+static const copy *last_copy(const s1f_host_tier *tier, int64_t number)
 {
-    host_tier *tier = of(head);
+    for (int64_t i = tier->num_copies; i-- > 0;)
+        if (tier->copies[i].number == number)
+            return &tier->copies[i];
+    return NULL;
+}
+
+s1f_status s1f_host_tier_wait(s1f_host_tier *tier, int64_t number)
+{
+    const copy *asked = last_copy(tier, number);
     int mode;
-    (void)group;
+    if (asked == NULL)
+        return s1f_fail(S1F_ERR_STATE, "load %lld does not move in this step", (long long)number);
     S1F_TRY(enter(tier, &mode));
-    s1f_cu_event end = tier->copies[load->ticket].end;
     s1f_status status =
-        leave(tier, mode, S1F_CU(tier->device->driver, stream_wait_event, tier->device->compute, end, 0));
-    return status == S1F_OK ? S1F_OK : tell(tier, load, status);
+        leave(tier, mode, S1F_CU(tier->device->driver, stream_wait_event, tier->device->compute, asked->end, 0));
+    return status == S1F_OK ? S1F_OK : tell(tier, asked->way, asked->bytes, status);
 }
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
-/* Adds up the copies that have ended by now. */
-static void get_facts(s1f_tier *head, s1f_tier_facts *out)
+s1f_host_tier_facts s1f_host_tier_get_facts(s1f_host_tier *tier)
 {
-    host_tier *tier = of(head);
     const s1f_driver *driver = tier->device->driver;
+    s1f_host_tier_facts found = {.room_bytes = tier->pinned};
     int mode;
-    *out = head->facts;
     if (enter(tier, &mode) != S1F_OK)
-        return;
+        return found;
     for (int64_t i = 0; i < tier->num_copies; i++) {
         const copy *one = &tier->copies[i];
         float milliseconds = 0;
         if (driver->event_query(one->end) != S1F_CU_SUCCESS ||
             driver->event_elapsed(&milliseconds, one->begin, one->end) != S1F_CU_SUCCESS)
             continue;
-        *(one->way == IN ? &out->bytes_in : &out->bytes_out) += one->bytes;
-        *(one->way == IN ? &out->ns_in : &out->ns_out) += (int64_t)((double)milliseconds * 1e6);
+        *(one->way == IN ? &found.bytes_in : &found.bytes_out) += one->bytes;
+        *(one->way == IN ? &found.ns_in : &found.ns_out) += (int64_t)((double)milliseconds * 1e6);
     }
     leave(tier, mode, S1F_OK);
+    return found;
 }
 
-static s1f_status came_back(s1f_tier *head, int64_t number, int64_t *ns)
+s1f_status s1f_host_tier_came_back(const s1f_host_tier *tier, int64_t number, int64_t *ns)
 {
-    const host_tier *tier = of(head);
-    for (int64_t i = tier->num_copies; i-- > 0;)
-        if (tier->copies[i].number == number && tier->copies[i].way == IN)
-            return s1f_device_time_of(tier->device, tier->copies[i].end, ns);
-    return S1F_OK;
+    const copy *asked = last_copy(tier, number);
+    return asked == NULL ? S1F_OK : s1f_device_time_of(tier->device, asked->end, ns);
 }
 
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 
 /* Units may compute on another stream now, which has not waited for the copies that read the room last. */
-static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
+s1f_status s1f_host_tier_begin_step(s1f_host_tier *tier, int64_t most_loads)
 {
-    host_tier *tier = of(head);
     const s1f_driver *driver = tier->device->driver;
     int mode;
     if (tier->broken[0] != '\0')
@@ -253,7 +255,7 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
 }
 
 /* Waits for the copies. What they use can be freed only once they have ended. */
-static int is_idle(host_tier *tier)
+static int is_idle(s1f_host_tier *tier)
 {
     int64_t until = s1f_now_ns() + FAREWELL_NS;
     int idle = 1;
@@ -266,12 +268,10 @@ static int is_idle(host_tier *tier)
     return idle == 1;
 }
 
-/* Loads that are left may still be copied. Without any, compute has waited for all copies. */
-static void reset(s1f_tier *head)
+void s1f_host_tier_reset(s1f_host_tier *tier)
 {
-    host_tier *tier = of(head);
     int mode;
-    if (head->loads == NULL || enter(tier, &mode) != S1F_OK)
+    if (enter(tier, &mode) != S1F_OK)
         return;
     is_idle(tier);
     leave(tier, mode, S1F_OK);
@@ -279,7 +279,7 @@ static void reset(s1f_tier *head)
 
 /* -- life ---------------------------------------------------------------------------------------------------------- */
 
-static s1f_status open_streams(host_tier *tier)
+static s1f_status open_streams(s1f_host_tier *tier)
 {
     const s1f_driver *driver = tier->device->driver;
     int mode;
@@ -292,7 +292,7 @@ static s1f_status open_streams(host_tier *tier)
     return leave(tier, mode, status);
 }
 
-static void close_streams(const host_tier *tier)
+static void close_streams(const s1f_host_tier *tier)
 {
     const s1f_driver *driver = tier->device->driver;
     for (int way = OUT; way <= IN; way++)
@@ -307,12 +307,10 @@ static void close_streams(const host_tier *tier)
         driver->host_free(tier->pieces[i].memory);
 }
 
-static void free_tier(s1f_tier *head)
+void s1f_host_tier_free(s1f_host_tier *tier)
 {
-    host_tier *tier = of(head);
-    if (tier->process != getpid())
+    if (tier == NULL || tier->process != getpid())
         return;
-    s1f_tier_reset(head);
     int mode, entered = enter(tier, &mode) == S1F_OK;
     if (entered && !tier->device->is_stuck && is_idle(tier))
         close_streams(tier);
@@ -323,35 +321,21 @@ static void free_tier(s1f_tier *head)
     free(tier);
 }
 
-static const s1f_tier_kind host_kind = {
-    .alignment = 1,
-    .get_facts = get_facts,
-    .begin_step = begin_step,
-    .begin = begin,
-    .wait = wait,
-    .came_back = came_back,
-    .reset = reset,
-    .free = free_tier,
-};
-
 s1f_status s1f_host_tier_create(s1f_device *device, s1f_status (*check_host)(void *context, int64_t bytes),
-                                void *context, s1f_tier **out)
+                                void *context, s1f_host_tier **out)
 {
-    host_tier *tier = calloc(1, sizeof *tier);
+    s1f_host_tier *tier = calloc(1, sizeof *tier);
     if (tier == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a tier");
-    tier->head.kind = &host_kind;
     tier->device = device;
     tier->check_host = check_host;
     tier->context = context;
     tier->process = getpid();
-    snprintf(tier->head.facts.medium, sizeof tier->head.facts.medium, "pinned memory");
-    tier->head.facts.is_memory = 1;
     s1f_status status = open_streams(tier);
     if (status != S1F_OK) {
-        free_tier(&tier->head);
+        s1f_host_tier_free(tier);
         return s1f_fail_prefixed(status, "Memory(offload=HOST): ");
     }
-    *out = &tier->head;
+    *out = tier;
     return S1F_OK;
 }

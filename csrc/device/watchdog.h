@@ -17,7 +17,7 @@ typedef struct s1f_watchdog { /* for device_end.c and watchdog.c alone */
     s1f_group *group;
     s1f_device *device;
     pthread_t thread;
-    pthread_mutex_t lock; /* of its ends: what both threads touch, and every call of a mover */
+    pthread_mutex_t lock; /* for the fields of ends that both threads touch, and for every call of a mover */
     pthread_cond_t ending;
     int32_t is_ending, has_thread;
     int64_t progress_ns;

@@ -19,10 +19,9 @@ typedef struct {
 
 typedef struct { /* of one rank */
     int64_t units;
-    int64_t
-        of[S1F_NUM_HOLDINGS]; /* bytes of all that counts with this holding, at their peak; 0: it counts with another */
+    int64_t of[S1F_NUM_HOLDINGS]; /* peak bytes of the holdings that count with this one; 0: it counts with another */
     int64_t receive;
-    int64_t total; /* most of all kinds together at one time */
+    int64_t total; /* most bytes of all kinds together at one time */
 } s1f_memory_peak;
 
 /* peaks[num_ranks]. S1F_ERR_ARG if a number is negative or the sums could overflow; S1F_ERR_MEMORY. Linear in the

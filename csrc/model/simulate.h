@@ -10,8 +10,8 @@
 #include "../core/program.h"
 
 typedef struct {
-    /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the
-     * order has none); or by its number, all of a rank after those of the rank before, to replay what was measured. */
+    /* Columns: s1f_column. Seconds of units, in one of two forms: [stage][column] for each pass (NULL: the order does
+     * not have the pass); or by number, rank by rank, to replay measured seconds. */
     const double *pass_seconds[S1F_MAX_PASSES];
     const double *unit_seconds;
     /* [s] up to the last stage but one, for the edges whose lower stage is s, both ways alike; NULL: 0. */
@@ -19,7 +19,7 @@ typedef struct {
     const double *seconds_per_byte;  /* of a link: 1 / bandwidth; 0: infinite */
     const int64_t *message_bytes;    /* [column]: activation and gradient alike; NULL: 0 */
     const int64_t *statistics_bytes; /* [column]: a message from shard to shard of the vocabulary; NULL: 0 */
-    double send;                     /* seconds that a sender itself spends on each SEND */
+    double send;                     /* seconds of the sending rank for each SEND */
     /* [stage][column] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A
      * and the backward of a moved unit wait for it. NULL: 0. Not with causes. */
     const double *tier_seconds;
@@ -49,9 +49,9 @@ typedef struct {
 
 /* Why a unit of the first step stands where it does; bits. */
 enum {
-    S1F_CAUSE_MESSAGE = 1, /* it started when its message came; else when the unit before it was through */
-    S1F_CAUSE_CREDIT = 2,  /* its message waited for a place */
-    S1F_CAUSE_LINK = 4     /* its message waited for the one before it on the link */
+    S1F_CAUSE_MESSAGE = 1, /* the unit started when its message came; else when the unit before ended */
+    S1F_CAUSE_CREDIT = 2,  /* the unit's message waited for a place */
+    S1F_CAUSE_LINK = 4     /* the unit's message waited for the message before it on the link */
 };
 
 typedef struct {
@@ -64,7 +64,7 @@ typedef struct { /* of the first step, but for `period` */
     double makespan;         /* first start to last end over all ranks, seconds */
     double period;           /* last end of the last step less that of the first, per step; 0 for one step */
     double *span;            /* [rank] first start to last end of the rank */
-    double *busy;            /* [rank] sum of its units */
+    double *busy;            /* [rank] sum of the rank's units */
     double *wait;            /* [rank] time in WAIT, in SEND before the credit, and for the tier */
     double **start, **end;   /* [rank][i], units in run order; first start of all is 0 */
     unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
@@ -72,8 +72,8 @@ typedef struct { /* of the first step, but for `period` */
     double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL: causes are not kept */
     s1f_numbered_unit *path; /* the same */
     int64_t path_length;
-    double *times; /* what start, end and slack point into: all units of a rank after those before it */
-    s1f_pool pool; /* of all other arrays */
+    double *times; /* memory of start, end and slack: all units, rank by rank */
+    s1f_pool pool; /* memory of all other arrays */
 } s1f_simulation;
 
 /* All zero, with room for times and, with causes, for what critical.h needs. *out is owned by the caller and untouched

@@ -37,8 +37,8 @@ _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the
 /* Moves messages between two arenas that are not shared, each private to its end. Called by the thread of the end,
  * without the GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
 typedef struct {
-    s1f_status (*begin_step)(void *context, int64_t step, int64_t most_payload); /* bytes that a place has room for */
-    s1f_status (*post)(void *context, int64_t sequence, void *place);            /* receiver: fill this place */
+    s1f_status (*begin_step)(void *context, int64_t step, int64_t most_payload); /* bytes of a place */
+    s1f_status (*post)(void *context, int64_t sequence, void *place);            /* receiver: receive into this place */
     s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
 } s1f_relay;
 

@@ -19,17 +19,17 @@ typedef struct {
     int32_t parent;       /* segment that it follows, -1: none. In a chain the one before it */
     int32_t num_children; /* segments that follow it */
     int32_t kv_slot, grad_slot;
-    int32_t training;            /* a backward will follow */
-    int64_t offset, length;      /* tokens: position of the segment's first one along its path, tokens in it */
-    int64_t sequence_length;     /* tokens of all segments of the micro-batch */
-    int64_t row;                 /* of its first token in the slabs of its slot; in a chain the offset */
-    int64_t num_documents;       /* that its row holds, where the step's plan says so; else 0 */
+    int32_t training;        /* a backward will follow */
+    int64_t offset, length;  /* tokens: position of the segment's first token along its path, tokens in the segment */
+    int64_t sequence_length; /* tokens of all segments of the micro-batch */
+    int64_t row;             /* row of the first token in the slabs of the slot; in a chain the offset */
+    int64_t num_documents;   /* documents in the row, if the step's plan says so; else 0 */
     const s1f_key_range *ranges; /* rows of the path's keys [0, offset + length), in order; its own are in the last */
     const int64_t *parts; /* tokens of each part: siblings that lie one after another in the segment. NULL: one */
     int32_t num_ranges, num_parts;
     struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step, as are ranges and parts */
     int32_t is_whole;           /* ops count as outside a step: whoever computes the unit sets it */
-    void *state;                /* of whoever computes the unit, borrowed; NULL at first */
+    void *state;                /* state of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
 
 /* Whether keys lie in the rows that their positions name, and each query sees all of them up to its own, as in a

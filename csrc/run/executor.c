@@ -33,7 +33,6 @@ struct s1f_executor {
     s1f_stage_slots *slots; /* of this rank's stages */
     s1f_lifetime_table lifetimes;
     int32_t num_slots;
-    s1f_tier *tier; /* NULL: none */
     s1f_span *spans;
     s1f_late_weight *weights; /* numbers of instructions, RUNs */
     s1f_fill *fills;          /* room for one of each wait and each weight */
@@ -377,14 +376,6 @@ static s1f_status send(s1f_executor *executor, const s1f_instruction *instructio
     return status == S1F_OK ? release_sent(executor, instruction->edge) : status;
 }
 
-/* What L of the unit's cell asked for. */
-static s1f_status wait_back(s1f_executor *executor, s1f_unit unit)
-{
-    if (executor->tier == NULL)
-        return s1f_fail(S1F_ERR_STATE, "the order moves units, and there is no tier that they could come back from");
-    return s1f_tier_wait(executor->tier, executor->group, s1f_cell_of_all(&executor->shape, unit));
-}
-
 static s1f_status post(s1f_executor *executor, const s1f_instruction *instruction)
 {
     if (executor->compute.leave_place != NULL)
@@ -411,7 +402,10 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_RUN: status = run(executor, i); break;
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
-        case S1F_OP_BACK: status = wait_back(executor, instruction->unit); break;
+        case S1F_OP_BACK:
+            status =
+                executor->compute.back(executor->compute.context, s1f_cell_of_all(&executor->shape, instruction->unit));
+            break;
         }
         executor->spans[i].end_ns = s1f_now_ns();
         if (status != S1F_OK)
@@ -471,11 +465,6 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     return finish_transfers(executor, walk(executor));
 }
 
-void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier)
-{
-    executor->tier = tier;
-}
-
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor)
 {
     int64_t i = executor->num_instructions;
@@ -508,8 +497,8 @@ s1f_status s1f_executor_settle_times(s1f_executor *executor)
         else if (instruction->opcode == S1F_OP_WAIT)
             status = arrival(executor, i, &found.end_ns);
         else if (instruction->opcode == S1F_OP_BACK)
-            status =
-                s1f_tier_came_back(executor->tier, s1f_cell_of_all(&executor->shape, instruction->unit), &found.end_ns);
+            status = compute->back_time(compute->context, s1f_cell_of_all(&executor->shape, instruction->unit),
+                                        &found.end_ns);
         else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
             found.end_ns = span->end_ns; /* the host waited for the unit, and copied */
         found.start_ns = found.start_ns < at ? at : found.start_ns;

@@ -10,13 +10,12 @@
 #include "kv_cache.h"
 #include "p2p.h"
 #include "step_layout.h"
-#include "tier.h"
 
-typedef struct { /* what a unit hands to other stages */
+typedef struct { /* tensors that a unit hands to other stages */
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS]; /* dtype, flags, ndim, sizes, bytes */
     const void *data[S1F_MAX_TENSORS];          /* contiguous; NULL where flagged S1F_TENSOR_NONE */
-    void *keep;                                 /* the callback's; released once per SEND */
+    void *keep;                                 /* the callback's reference; released once per SEND */
 } s1f_result;
 
 typedef struct { /* a message for a unit */
@@ -27,9 +26,8 @@ typedef struct { /* a message for a unit */
 
 typedef struct {
     void *context;
-    /* Computes the unit. inputs: the messages that the program has it wait for, in the order of its WAITs; what comes
-     * from this rank itself is not among them. `result` is zeroed before and read only if num_sends > 0; each of so
-     * many SENDs, of the same data on different edges, releases `keep` once. */
+    /* Computes the unit. inputs: messages of other ranks, in the order of the unit's WAITs. `result` is zeroed before,
+     * read only if num_sends > 0; each of these SENDs, of the same data on different edges, releases `keep` once. */
     s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
                       int32_t num_sends, s1f_result *result);
     void (*release)(void *context, void *keep);
@@ -37,19 +35,22 @@ typedef struct {
     s1f_status (*fill)(void *context, s1f_unit unit, int32_t *is_left);
     /* Segment sizes for a sequence length that another rank chose: fills sizes, [column] (s1f_column). */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
-    /* The place of an edge is about to be free for the next message. Whoever still reads the last one must be given
-     * memory of his own before this returns. NULL: nobody does. */
+    /* The place of an edge is about to be free for the next message. Whoever still reads the last message must get
+     * memory of its own before this returns. NULL: nobody reads on. */
     s1f_status (*leave_place)(void *context, int32_t edge, int32_t place);
     /* Called before each unit, while it is not yet the current one, and after it. NULL: nothing to do. */
     s1f_status (*begin_unit)(void *context);
     s1f_status (*end_unit)(void *context);
+    /* Waits until what a moved unit has saved is back. cell: the unit's, of all stages. */
+    s1f_status (*back)(void *context, int64_t cell);
     /* A device may work behind the host. After a step: waits for its end there, and says when the device came to the
      * step and when its n-th unit ran, on the monotonic clock. NULL: units ran when they were called. */
     s1f_status (*settle_times)(void *context, int64_t *start_ns);
     s1f_status (*unit_times)(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns);
+    s1f_status (*back_time)(void *context, int64_t cell, int64_t *ns); /* when `back` was over there */
 } s1f_compute;
 
-typedef struct { /* one walked instruction, on the monotonic clock */
+typedef struct { /* of one instruction, on the monotonic clock */
     int64_t start_ns, end_ns;
 } s1f_span;
 
@@ -71,9 +72,6 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
-/* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages.
- * NULL, as at first: none, and BACK is S1F_ERR_STATE. */
-void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
 /* Runs one step. sequence_length: tokens of the longest sequence, in a tree those of all segments; 0: learn it from the
  * first message, where all are equal chains. sizes: those of the segments, [column] (s1f_column), NULL with 0.
@@ -84,13 +82,14 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 
 /* The unit of the last instruction that began in the last step: where a step that failed stood. */
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
-/* After a step of a device: makes the spans those of the device, once. A WAIT ends when its message has come there, and
- * begins, as a RUN may, when what came before has ended: what is left between the two is what the host was late. */
+/* After a step of a device: replaces the spans by those of the device, once. A WAIT ends when its message has come to
+ * the device, and begins, as a RUN may, when the instruction before has ended: a gap between two spans is the time by
+ * which the host was late. */
 s1f_status s1f_executor_settle_times(s1f_executor *executor);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end.
  * Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);
-/* What filled the waits of the last step, in order; less of those Ws is left for their RUNs. Borrowed. */
+/* Parts of Ws that filled waits of the last step, in order; the RUNs of these Ws have less left to do. Borrowed. */
 const s1f_fill *s1f_executor_fills(const s1f_executor *executor, int64_t *count);
 s1f_stage_measure s1f_executor_stage_measure(const s1f_executor *executor, int32_t stage);
 

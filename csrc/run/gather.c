@@ -88,7 +88,7 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, in
         s1f_status status = s1f_group_wait(group, &group->mailboxes[rank].given, position, &reason);
         if (status == S1F_OK)
             status = take(group, rank, position, round, out, out_bytes, &is_there);
-        if (status == S1F_OK && !is_there) /* it has left for a later epoch */
+        if (status == S1F_OK && !is_there) /* the rank has left for a later epoch */
             status = find_why(group, rank, recovering);
         if (status != S1F_OK)
             return status;

@@ -15,8 +15,8 @@
 #include <unistd.h>
 
 enum {
-    SLICE_NS = 20 * 1000 * 1000,      /* a sleeping waiter looks around this often */
-    INTERRUPT_NS = 100 * 1000 * 1000, /* and asks for signals this often: that takes the GIL */
+    SLICE_NS = 20 * 1000 * 1000,      /* nanoseconds between looks of a sleeping waiter */
+    INTERRUPT_NS = 100 * 1000 * 1000, /* nanoseconds between questions for signals, which take the GIL */
     POLL_NS = 50 * 1000,              /* between two questions whether it is done */
     SPINS_PER_CLOCK = 32
 };
@@ -151,7 +151,7 @@ void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, in
 {
     int64_t time_ns;
     if (__builtin_sub_overflow(s1f_now_ns(), age_ns, &time_ns))
-        time_ns = 0; /* as if it never reported */
+        time_ns = 0; /* as if the rank had never reported */
     write_row(&group->rows[rank], what, time_ns);
     int32_t peer = waiting_for >= 0 && waiting_for < group->num_ranks ? waiting_for + 1 : 0;
     atomic_store_explicit(&group->rows[rank].waiting_for, peer, memory_order_relaxed);
@@ -305,7 +305,7 @@ int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out)
         if (rank == group->rank || atomic_load(&box->passed) < step)
             continue;
         *out = box->failure;
-        if (out->step < step) /* it has come to a later step */
+        if (out->step < step) /* the peer has come to a later step */
             *out = (s1f_failure){.rank = rank};
         out->unit[sizeof out->unit - 1] = out->edge[sizeof out->edge - 1] = out->text[sizeof out->text - 1] = '\0';
         return 1;
@@ -437,7 +437,7 @@ static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, in
     return fail_wait(group, reason, S1F_ERR_TIMEOUT, rank, text);
 }
 
-typedef struct { /* what is waited for: a signal, or an answer */
+typedef struct { /* the awaited: a signal, or an answer */
     s1f_signal *signal;
     uint64_t target;
     int (*is_done)(void *context);
@@ -474,9 +474,9 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
     if (!reason->recovering)
         S1F_TRY(s1f_group_check(group));
     int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
-    if (!reason->recovering && begun > group->step && !is_over(what)) /* before, it may have given what is awaited */
+    if (!reason->recovering && begun > group->step && !is_over(what)) /* the peer may have given the message before */
         return fail_skipped(group, reason, begun);
-    if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */
+    if (hung_up(reason->hangup_fd)) /* messages that the peer sent before its end still count */
         return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);
 }

@@ -16,10 +16,10 @@ typedef struct s1f_group s1f_group; /* one rank's view */
 typedef struct s1f_wait_reason s1f_wait_reason;
 
 enum {
-    S1F_WHAT_BYTES = 48, /* of a progress text, with its terminator */
+    S1F_WHAT_BYTES = 48, /* bytes of a progress text, with its terminator */
     S1F_EDGE_TEXT_BYTES = 48,
     S1F_FAILURE_BYTES = 1024,
-    S1F_GATHER_BYTES = 4032 /* most that one rank gives to one gather */
+    S1F_GATHER_BYTES = 4032 /* most bytes of one rank in one gather */
 };
 
 /* Bytes of the shared block for num_ranks ranks; zero-filled memory is a valid empty block. */
@@ -38,16 +38,16 @@ int64_t s1f_group_timeout_ns(const s1f_group *group);
 /* This rank comes to a step, and may still find that it cannot begin it. Steps are counted from 1 by every rank for
  * itself, those included that end with an error: so the ranks pair by their counts. */
 void s1f_group_enter(s1f_group *group, int64_t step);
-/* Begins the step, which it may not have come to yet. Positions on edges are (step, sequence), so that nothing a failed
- * step left behind is mistaken for the new one. */
+/* Begins the step, with or without s1f_group_enter before. Positions on edges are (step, sequence), so that messages
+ * left by a failed step are not taken for those of the new step. */
 void s1f_group_begin_step(s1f_group *group, int64_t step);
-/* Leaves the step, which went well. What follows belongs to the next one: code between steps, and its collectives. */
+/* Leaves the step, which went well. Code between steps, and its collectives, belong to the next step. */
 void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
 int32_t s1f_group_rank(const s1f_group *group);
-/* This rank's units of the step are done. Waits until those of last_rank are, too: the rank on which backwards end,
- * after all that the others gave it. So nobody leaves well what it fails in. Needs a block that all ranks share.
- * hangup_fd: as of an arena end. Blocks. */
+/* This rank's units of the step are done. Waits until those of last_rank are done, too: the rank on which backwards
+ * end, after all messages of other ranks. So no rank leaves a step well in which last_rank fails. Needs a block that
+ * all ranks share. hangup_fd: as of an arena end. Blocks. */
 s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd);
 
 /* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
@@ -61,22 +61,22 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
 /* Ends the step that this rank is in, on every rank: the first failure wins; waiters find it within 20 ms. The unit is
  * what the failed rank last reported.
  *
- * A failure ends its step and those after it. A rank that is still in an earlier step does not see it: whoever failed
- * has left that one, and has given the others all that they need to leave it, too. If a rank fails in an earlier step
- * while a failure stands, the failure that stands ends that step as well. */
+ * A failure ends its step and all later steps. A rank that is still in an earlier step does not see the failure: the
+ * failed rank has left that step, and has given the others all messages that they need to leave it, too. If a rank
+ * fails in an earlier step while a failure stands, the failure that stands ends that step as well. */
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text);
 typedef struct {
-    int32_t rank;                                                                  /* that failed first, -1: nobody */
+    int32_t rank; /* the rank that failed first, -1: nobody */
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
-    int64_t step; /* the first that it ends; to fail_with, 0: the one that this rank is in */
+    int64_t step; /* the first step that it ends; for fail_with, 0: this rank's step */
 } s1f_failure;
 /* Ends a step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came
  * first. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);
-int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
-/* The step that this rank is in, or was in last, if a failure ends it; else 0. */
+int s1f_group_has_failed(const s1f_group *group); /* s1f_group_check without a text */
+/* This rank's present or last step if a failure ends that step; else 0. */
 int64_t s1f_group_failed_step(const s1f_group *group);
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
 /* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
@@ -90,15 +90,15 @@ int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out);
 /* Forgets the failure, as all ranks have met in this rank's step; but not one of this step. By one rank alone. */
 void s1f_group_clear(s1f_group *group);
 
-/* Steps that have failed, in which a rank lets its GPU go on without what never came: what it sends to others of its
- * host from there on is worth nothing, and may reach them before the failure does. */
+/* Failed steps in which a rank lets its GPU go on without a message that never came: later messages of that GPU are
+ * worthless, and may reach other ranks of the host before the failure does. */
 enum { S1F_SPOILED_STEPS = 64 }; /* the last ones: ranks of a host are fewer steps apart */
 typedef struct {
     _Atomic int64_t steps[S1F_SPOILED_STEPS];
 } s1f_spoiled;
 /* Before the GPU goes on. From any thread. */
 void s1f_group_spoil(s1f_group *group, int64_t step);
-/* Whether that has happened in the step that this rank is in, asked when all that it receives is there. */
+/* Whether this rank's step has been spoiled, asked when all messages of the step have come. */
 int s1f_group_is_spoiled(const s1f_group *group);
 /* For ranks of a host that have a block each: memory that they all map, zero at first, borrowed. */
 void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
@@ -120,9 +120,9 @@ typedef struct {
 struct s1f_wait_reason { /* who is waited for and why: for errors */
     int32_t peer_rank;
     int32_t recovering;  /* a standing failure does not end the wait, a rank that passed the step does */
-    int32_t meets;       /* the peer comes in this step, or never */
-    int32_t patient;     /* the time-out does not: somebody else looks after that */
-    int hangup_fd;       /* a socket whose hang-up means that the peer died, or -1 */
+    int32_t meets;       /* the peer comes in this step or never */
+    int32_t patient;     /* the time-out does not end the wait: another thread looks after it */
+    int hangup_fd;       /* a socket that hangs up when the peer dies, or -1 */
     const char *purpose; /* "waiting for" */
     const char *edge;    /* "activations of stage 0 to 1" */
     int64_t sequence;    /* -1: none */

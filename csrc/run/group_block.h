@@ -26,10 +26,10 @@ typedef struct {                                    /* to one round of a gather 
  * the next epoch while another one still reads them: so there are two more for that, which epochs use by turns. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
-    _Atomic int64_t begun;                 /* the last step that it began */
-    s1f_signal finished;                   /* the last step that it finished */
+    _Atomic int64_t begun;                 /* the last step that the rank began */
+    s1f_signal finished;                   /* the last step that the rank finished */
     _Atomic int64_t passed;                /* the last step in which nobody can meet this rank */
-    s1f_failure failure;                   /* by which it left a step: of its `step`, 0: none */
+    s1f_failure failure;                   /* the failure by which the rank left `step`; 0: none */
     contribution buffers[2][2];            /* by epoch and by round */
 } mailbox;
 
@@ -39,7 +39,7 @@ typedef struct {
     _Atomic uint32_t failed;
     _Atomic int32_t lost; /* rank + 1 that died: never forgotten */
     s1f_failure failure;
-    _Atomic int64_t step; /* the first that ends; 0: none */
+    _Atomic int64_t step; /* first step that the failure ends; 0: none */
     s1f_spoiled spoiled;
 } failure_block;
 
@@ -53,9 +53,9 @@ struct s1f_group {
     _Atomic int64_t timeout_ns; /* a watchdog reads it */
     int64_t spin_ns;
     _Atomic int64_t step; /* a watchdog reads it */
-    uint32_t epoch;       /* of this rank's last gather */
-    int32_t buffer;       /* that this epoch uses */
-    _Atomic int64_t turn; /* the step that this rank is in, or enters next: a failure of it, or before it, ends it */
+    uint32_t epoch;       /* epoch of this rank's last gather */
+    int32_t buffer;       /* buffer of this epoch */
+    _Atomic int64_t turn; /* the step of this rank, or the next: ended by a failure of that step or an earlier one */
     s1f_spoiled *spoiled; /* the block's, or what a host shares */
     s1f_status (*interrupted)(void *context);
     void *context;

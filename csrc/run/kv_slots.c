@@ -154,7 +154,7 @@ static s1f_status begin_recomputation(const s1f_current_unit *unit, const s1f_sl
     return check_tokens(unit, &slot->segments[s]);
 }
 
-/* Its F is done, and so are the backwards of its children. */
+/* The segment's F is done, and so are the backwards of its children. */
 static int may_go_back(const s1f_slot_state *slot, int32_t segment)
 {
     const s1f_segment_state *state = &slot->segments[segment];

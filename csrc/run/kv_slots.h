@@ -15,20 +15,20 @@ typedef struct {
     int64_t serial; /* of the latest F, 0: none; see "States" in kv_cache.h */
     int64_t offset, length, row;
     int32_t parent, num_children, num_children_back; /* the last: children whose backward is done */
-    int32_t is_forward, is_back;                     /* its F, its backward is done */
+    int32_t is_forward, is_back;                     /* whether F, and the backward, are done */
 } s1f_segment_state;
 
 typedef struct {
     int32_t microbatch;          /* -1: none has taken the slot in this step */
     int32_t live;                /* a backward of `microbatch` is still to come */
     int32_t forwards, backwards; /* units finished */
-    int32_t is_tree;             /* a segment of it does not follow the one before it, or lies in other rows */
+    int32_t is_tree;             /* some segment does not follow the segment before, or lies in other rows */
     int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
     s1f_segment_state *segments; /* [num_segments] */
 } s1f_slot_state;
 
 typedef struct {
-    int64_t tag; /* of the s1f_slot_state whose gradients it takes, 0: free */
+    int64_t tag; /* tag of the s1f_slot_state whose gradients the slot takes, 0: free */
     int32_t microbatch;
 } s1f_grad_slot_state;
 
@@ -40,9 +40,9 @@ typedef struct {
 
 typedef struct {          /* zeros: before the first step */
     s1f_pool pool;        /* of all arrays */
-    int64_t num_rows;     /* that a slab has for each head */
+    int64_t num_rows;     /* rows of a slab for each head */
     int64_t serial;       /* a counter; never reset, so no tag of the past is met again */
-    int32_t num_segments; /* of the step: the most of one micro-batch */
+    int32_t num_segments; /* segments of the longest micro-batch of the step */
     int32_t num_stages;
     s1f_stage_state *stages;
 } s1f_kv_slots;

@@ -26,7 +26,7 @@ enum {
     S1F_PAYLOAD_ALIGNMENT = 64
 };
 
-enum { S1F_TENSOR_REQUIRES_GRAD = 1, S1F_TENSOR_NONE = 2 /* a gradient that does not exist: no bytes follow */ };
+enum { S1F_TENSOR_REQUIRES_GRAD = 1, S1F_TENSOR_NONE = 2 /* the gradient does not exist: no bytes follow */ };
 
 typedef struct {
     int32_t dtype, flags, ndim, reserved;
@@ -34,13 +34,13 @@ typedef struct {
     int64_t offset, bytes;       /* in the payload; offset is a multiple of S1F_PAYLOAD_ALIGNMENT */
 } s1f_tensor_header;
 
-typedef struct { /* what a message is */
+typedef struct { /* header of a message */
     uint32_t magic, version;
     uint64_t checksum; /* of the header from here on */
     int64_t step;      /* the engine's count of steps */
     int64_t sequence;  /* number on the edge within the step */
     int32_t source_stage, destination_stage;
-    int32_t pass, microbatch, segment;       /* of the unit that produced it */
+    int32_t pass, microbatch, segment;       /* the unit that produced the message */
     int32_t training;                        /* 1 step, 0 eval */
     int64_t sequence_length, offset, length; /* tokens: whole sequence, first of the segment, of the segment */
     int64_t payload_bytes;

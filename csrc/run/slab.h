@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-typedef struct { /* memory that is not malloc's, as of a device */
+typedef struct { /* memory from elsewhere than malloc, as of a device */
     /* *owner is what free takes back. */
     s1f_status (*allocate)(int64_t device, int64_t bytes, void **data, void **owner);
     void (*free)(void *owner);
@@ -17,7 +17,7 @@ typedef struct { /* zeros: an empty one */
     int64_t bytes;                 /* allocated */
     const s1f_slab_memory *memory; /* NULL: malloc's; borrowed */
     int64_t device;                /* handed to memory->allocate */
-    void *owner;                   /* memory's, NULL where it is malloc's */
+    void *owner;                   /* owner of the memory, NULL for malloc's */
 } s1f_slab;
 
 /* Makes the slab hold at least `bytes`, 64-byte aligned where it is malloc's, and counts its bytes in *total. What it

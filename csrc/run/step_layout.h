@@ -8,8 +8,8 @@
 #include "../core/table.h"
 #include "current_unit.h"
 
-typedef struct {           /* siblings of a tree that share a unit, one after another: its parts */
-    const int64_t *tokens; /* of each part of all columns, one after another */
+typedef struct {           /* parts of a unit: siblings of a tree that share the unit */
+    const int64_t *tokens; /* tokens of each part, all columns one after another */
     const int64_t *first;  /* [column + 1] (s1f_column): the first part of each; a segment of one part may have none */
 } s1f_unit_parts;
 
@@ -19,7 +19,7 @@ typedef struct {
     int64_t num_units;
     int64_t *sizes, *offsets, *totals; /* [column]: tokens, position of the first one, tokens of the micro-batch */
     int64_t *rows;                     /* [cell of all stages] first rows of the rank's segments */
-    s1f_key_range *ranges;             /* [num_segments] room for those of a unit */
+    s1f_key_range *ranges;             /* [num_segments] room for the ranges of a unit */
     s1f_unit_parts parts;              /* first NULL: none; borrowed during the step */
     int32_t is_known;                  /* sizes are set */
 } s1f_step_layout;

@@ -34,18 +34,13 @@ static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_s
 static s1f_status offer_named(const s1f_request *request, const s1f_problem *problem, s1f_search *search,
                               const char *name, const s1f_options *options)
 {
-    const char *broken = NULL;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_broken_rule(name, request->num_ranks, request->num_microbatches,
-                                                 request->num_segments, request->stages_per_rank, options, &broken);
-    if (status != S1F_OK || broken != NULL)
-        return status;
-    status = s1f_schedule_build(name, request->num_ranks, request->num_microbatches, request->num_segments,
-                                request->stages_per_rank, options, &schedule);
+    s1f_status status = s1f_schedule_build(name, request->num_ranks, request->num_microbatches, request->num_segments,
+                                           request->stages_per_rank, options, &schedule);
     if (status == S1F_OK)
         offer_schedule(problem, search, schedule);
     s1f_schedule_free(schedule);
-    return status == S1F_ERR_SCHEDULE ? S1F_OK : status; /* ranks that wait for each other: no start */
+    return status == S1F_ERR_SCHEDULE ? S1F_OK : status; /* a broken rule, or ranks that wait for each other */
 }
 
 /* Every family of the placement under its own choices, and under each set of ours that it takes: costs, the cap, more

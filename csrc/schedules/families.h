@@ -14,7 +14,7 @@ typedef struct {
 /* What a builder is asked for. The counts are at least 1, the options are ones that the family takes. */
 typedef struct {
     const s1f_family *family;
-    const s1f_family_name *name;                                        /* of the family, by which it was asked for */
+    const s1f_family_name *name;                                        /* the family's name in the request */
     int32_t num_ranks, num_microbatches, num_segments, stages_per_rank; /* P, M, k, v */
     s1f_options options;
     int64_t num_cells, num_columns; /* of a stage, as in unit.h */
@@ -24,9 +24,9 @@ typedef struct {
 typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank);
 
 struct s1f_family {
-    s1f_family_name whole, segments; /* its name over whole micro-batches, and over segments: one of them, or both */
+    s1f_family_name whole, segments; /* names over whole micro-batches, and over segments: one or both */
     int32_t stages_per_rank;         /* v */
-    int32_t takes_more_stages;       /* 1: that is the least v; 0: the only one */
+    int32_t takes_more_stages;       /* 1: the least v; 0: the only v */
     int32_t takes_equal_rows;        /* 1: all micro-batches have the same k */
     uint32_t options;                /* bits */
     int32_t splits;                  /* 1: the orders have I and W, though most_live is NULL */

@@ -1,7 +1,7 @@
 /* list.h - list scheduling, whose orders are starts of a search.
  *
- * It walks in time: a rank that is free takes the unit its rule puts first among those that are there or, with
- * patience, will soon be; a W where that leaves time, or memory is short. No rule fills a rank with forwards that leave
+ * The walk is in time: a free rank takes the first unit, by its rule, among the units that are ready or, with patience,
+ * will be soon; it takes a W if there is time left, or memory is short. No rule fills a rank with forwards that leave
  * no room for the rest of the oldest micro-batch, so ranks never wait for each other for ever [Dijkstra's banker:
  * micro-batches end in their order]. */
 #ifndef S1F_LIST_H

@@ -19,20 +19,20 @@ typedef struct {
 /* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. */
 typedef struct {
     s1f_shape shape;
-    int32_t num_units, num_cells; /* of all stages and passes; of one stage */
+    int32_t num_units, num_cells; /* units of all stages and passes; of one stage */
     double bound;                 /* no order takes less */
-    double *work;                 /* [rank] seconds of its units */
+    double *work;                 /* [rank] seconds of the rank's units */
     int32_t *first;               /* [rank + 1]: where the units of a rank begin in an order */
     s1f_unit *units;              /* [number], as the next */
     int32_t *rank;
-    int32_t *source; /* the unit of a neighbouring stage that it waits for, -1: none */
-    int32_t *target; /* the one that waits for it, -1: none */
-    double *lag;     /* seconds from its source to it */
+    int32_t *source; /* the unit of a neighbouring stage for which this unit waits, -1: none */
+    int32_t *target; /* the unit of a neighbouring stage that waits for this unit, -1: none */
+    double *lag;     /* seconds of the message from its source */
     double *seconds;
     double *tail;          /* from its end to the end of all, if no rank ever were busy */
-    int64_t *bytes;        /* that it takes, or frees (W): negative */
-    int32_t (*earlier)[2]; /* the units of its stage that it must follow, -1: none */
-    uint64_t *past;        /* [unit of a micro-batch][word]: bits of those that always come before it, and its own */
+    int64_t *bytes;        /* memory that the unit takes, or frees (W): negative */
+    int32_t (*earlier)[2]; /* units of its stage that the unit must follow, -1: none */
+    uint64_t *past;        /* [unit of a micro-batch][word]: bits of the units that always come before, and its own */
     int64_t words;         /* of a row of `past`; 0: there is none, as a micro-batch has too many units */
 } s1f_problem_units;
 

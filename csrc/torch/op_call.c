@@ -164,7 +164,7 @@ void s1f_op_run(const s1f_op *op, StableIValue *stack)
     s1f_op_call call = {.scalars = stack + op->num_tensors};
     for (int i = 0; i < op->num_tensors; i++)
         call.inputs[i].handle = (AtenTensorHandle)(uintptr_t)stack[i];
-    AtenTensorHandle inputs[S1F_OP_MAX_INPUTS]; /* what we own, whatever the body makes of call.inputs */
+    AtenTensorHandle inputs[S1F_OP_MAX_INPUTS]; /* tensors that we own, whatever the body does to call.inputs */
     for (int i = 0; i < op->num_tensors; i++)
         inputs[i] = call.inputs[i].handle;
 

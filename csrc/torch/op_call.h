@@ -14,7 +14,7 @@ typedef struct {
     AtenTensorHandle handle;
     int64_t ndim, numel;
     int64_t *sizes, *strides; /* borrowed from the tensor */
-    int32_t dtype;            /* s1f_dtype, -1: one we have no use for */
+    int32_t dtype;            /* s1f_dtype, -1: a dtype without use here */
     int32_t device_type, device_index;
     void *data;
 } s1f_op_tensor;

@@ -56,7 +56,7 @@ s1f_status s1f_ops_register(void)
         status = kernel_library("CompositeExplicitAutograd", &any_device);
     if (status == S1F_OK)
         status = define_ops(definitions, cpu, any_device);
-    if (status != S1F_OK) { /* so that it can be tried again */
+    if (status != S1F_OK) { /* so that the registration can be tried again */
         if (any_device != NULL)
             s1f_torch.aoti_torch_delete_library_object(any_device);
         if (cpu != NULL)

@@ -8,13 +8,12 @@
 
 #include <stdint.h>
 
-#define S1F_CUDA_ABI 2 /* of the structs of this folder's headers; the loader refuses an object of another */
+#define S1F_CUDA_ABI 3 /* of the structs of this folder's headers; the loader refuses an object of another */
 
 #define S1F_CUDA_INVALID_VALUE 1 /* the cudaError_t of arguments that no kernel takes */
 
 typedef struct {
     int32_t abi;
-    const char *source;        /* sha256 of the code of the .cu and of what it includes, and of the compiler's flags */
     const char *compiler;      /* "13.0.88" */
     const char *architectures; /* "sm_80 sm_90 compute_80" */
     /* Bytes of device memory that the launch needs of its caller, 16-byte aligned; minus the cudaError_t where it would
@@ -27,15 +26,14 @@ typedef struct {
 } s1f_cuda_operation;
 
 #ifdef __cplusplus /* a .cu ends with S1F_CUDA_OPERATION; setup.py defines the texts */
-#ifndef S1F_CUDA_SOURCE
-#define S1F_CUDA_SOURCE "" /* not compiled by nvcc: the emulation of the tests */
-#define S1F_CUDA_COMPILER ""
+#ifndef S1F_CUDA_COMPILER
+#define S1F_CUDA_COMPILER "" /* not compiled by nvcc: the emulation of the tests */
 #define S1F_CUDA_ARCHITECTURES ""
 #endif
 #define S1F_CUDA_OPERATION(operation, scratch_bytes, launch, error_text)                                               \
     extern "C" __attribute__((visibility("default"))) const s1f_cuda_operation s1f_cuda_##operation;                   \
     const s1f_cuda_operation s1f_cuda_##operation = {                                                                  \
-        S1F_CUDA_ABI, S1F_CUDA_SOURCE, S1F_CUDA_COMPILER, S1F_CUDA_ARCHITECTURES, scratch_bytes, launch, error_text}
+        S1F_CUDA_ABI, S1F_CUDA_COMPILER, S1F_CUDA_ARCHITECTURES, scratch_bytes, launch, error_text}
 #endif
 
 #endif

@@ -40,10 +40,6 @@ class ChainStage(fx.GraphModule):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         return held(self, self.meta.get("seq1f1b_tied", {}))
 
-    def check_before_step(self, step: Any) -> None:
-        """Raises ValueError if a Python value that forward read has changed since the cut."""
-        self.meta["seq1f1b_frozen"].check()
-
     def __reduce__(self) -> Any:
         """Raises TypeError: a module unpickled by fx would lack the tied parameters."""
         raise TypeError(
@@ -68,10 +64,10 @@ def split(
     model. The model may be on the meta device.
 
     ``split`` refuses code that a trace does not record: contexts like ``torch.no_grad`` or autocast, checkpoints,
-    hooks, Python's random numbers, control flow on values. Stages keep the Python values that forward read at the cut;
-    the engine compares attributes like ``self.scale`` before each step. ``split`` then runs the stages in a row and
-    compares them with the model: outputs, gradients and buffers, in training and in evaluation mode, with the random
-    numbers of one seed. The comparison leaves the model unchanged.
+    hooks, Python's random numbers, control flow on values. Stages keep the Python values that forward read at the cut,
+    like ``self.scale``. ``split`` then runs the stages in a row and compares them with the model: outputs, gradients
+    and buffers, in training and in evaluation mode, with the random numbers of one seed. The comparison leaves the
+    model unchanged.
 
     Args:
         model: the first stage takes the arguments of forward without a default. Arguments with a default are keyword
@@ -244,7 +240,6 @@ class _Cut:
         vars(root).update(self.traced.constants)
         part = ChainStage(root, graph, type(self.model).__name__)
         part.meta["seq1f1b_place"] = (stage, self.count)
-        part.meta["seq1f1b_frozen"] = self.traced.frozen
         for node in graph.nodes:
             if node.op == "get_attr" and node.target not in self._state:
                 owner, _, name = str(node.target).rpartition(".")
@@ -264,7 +259,7 @@ class _Cut:
             if is_size(node):
                 raise ValueError(
                     f"forward of {type(self.model).__name__} uses {node} behind the cut, in {needed[node]}: "
-                    "it is a number, which no stage hands on; take it there"
+                    f"{node} is a number, which no stage hands on; compute the number there"
                 )
         return found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import Refused
+from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.nested import distance, norm
@@ -56,12 +57,10 @@ def compare(
     why = "its arguments are unknown" if arguments is None else ""
     given = {node.target: arguments[node.target] for node in known if arguments and node.target in arguments}
     needed = [given.pop(node.target) for node in known if node.target in given and not node.args]
-    holders = {n: [i for i, part in enumerate(parts) if b in set(part.buffers())] for n, b in model.named_buffers()}
-    shared = {name: stages for name, stages in holders.items() if len(stages) > 1}
     for is_training in () if why else (True, False):
         where = f"{text}, in {'training' if is_training else 'evaluation'} mode"
         try:
-            whole = _run(model, [model], needed, given, [()], is_training, shared)
+            whole = _run(model, [model], needed, given, [()], is_training)
         except Refused:
             raise
         except Exception as error:  # raised by the model
@@ -70,7 +69,7 @@ def compare(
                 raise ValueError(why) from error
             break
         try:
-            stages = _run(model, parts, needed, given, handed_on, is_training, shared)
+            stages = _run(model, parts, needed, given, handed_on, is_training)
         except Refused:
             raise
         except Exception as error:
@@ -142,16 +141,16 @@ def _run(
     kwargs: Mapping[str, Any],
     handed_on: Sequence[Sequence[str]],
     is_training: bool,
-    shared: Mapping[str, Sequence[int]],
 ) -> _Run:
-    """Runs the parts forward, then backward from fixed gradients of the outputs; restores all state.
+    """Runs the parts forward in a row, then backward from fixed gradients of the outputs; restores all state.
 
     Args:
         handed_on: names of the values that each part hands on.
-        shared: for each buffer held by several stages, the stages.
     """
-    whose, steps = type(model).__name__, list[tuple[list[Any], list[Any]]]()  # inputs and outputs of each part
+    whose = type(model).__name__
     parameters = list({id(p): p for whole in (model, *parts) for p in whole.parameters() if p.is_leaf}.values())
+    names = {id(p): name for name, p in model.named_parameters()}
+    names |= {id(p): n for part in parts for n, p in getattr(part, "tied_parameters", {}).items()}
     with ExitStack() as stack:
         device = next((p.device for p in parameters), torch.device("cpu"))
         stack.callback(RandomState(device).restore)
@@ -162,16 +161,20 @@ def _run(
         stack.enter_context(without_hooks(parameters))
         for module in (module for part in parts for module in part.modules()):
             module.training = is_training
-        before = _buffers(parts)
-        apart = [attributes_of(part.modules()) for part in parts]  # each stage runs in a separate process
+        # Each stage runs in a separate process, so no stage sees what another one changes.
+        apart = [attributes_of(part.modules()) for part in parts]
+        buffers = [[(buffer, buffer.detach().clone()) for buffer in part.buffers()] for part in parts]
+        values = [value.detach() if isinstance(value, Tensor) else value for value in values]
         for index, part in enumerate(parts):
-            own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
             put_back(apart[index])
-            output = part(*own, **kwargs)
-            if not torch.is_grad_enabled():
-                raise Refused(f"stage {index} of {whose} leaves gradients off for the next one")
+            for buffer, start in buffers[index]:
+                if not torch.equal(buffer, start):
+                    buffer.copy_(start)
+            torch.set_grad_enabled(True)
+            held = {id(p) for p in part.parameters()}
+            with _unreadable([p for p in parameters if id(p) not in held]):
+                output = part(*values, **kwargs)
             values = output if isinstance(output, tuple) else (output,)
-            steps.append((own, list(values)))
             for name, value in zip(handed_on[index], values, strict=False):
                 if isinstance(value, (tuple, list, dict)):
                     raise Composite(name, value)
@@ -181,48 +184,31 @@ def _run(
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
         outputs = _places(output)
-        steps[-1] = own, list(outputs.values())
         tensors = {place: value for place, value in outputs.items() if isinstance(value, Tensor)}
+        seeds = [_seed(i, value) if value.requires_grad else None for i, value in enumerate(tensors.values())]
+        trained = [(value, seed) for value, seed in zip(tensors.values(), seeds, strict=True) if seed is not None]
+        if trained:
+            torch.autograd.backward([value for value, _ in trained], [seed for _, seed in trained])
         outputs |= {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
-        buffers = _buffers(parts)
-        for name in (name for name in shared if _off(before[name], buffers[name])):
-            raise Refused(
-                f"forward of {whose} changes buffer {name}, and stages {shared[name]} use it: each would change its "
-                "own. Move it into a block, and make a module that several stages use several modules"
-            )
-        return _Run(outputs, _backward(model, parts, parameters, steps), buffers)
+        gradients: dict[str, Tensor] = {}
+        for p in (p for p in parameters if p.grad is not None):
+            name = names[id(p)]
+            gradients[name] = gradients[name] + p.grad if name in gradients else p.grad  # copies of one parameter
+        found = {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
+        return _Run(outputs, gradients, found)
 
 
-def _backward(
-    model: nn.Module,
-    parts: Sequence[Any],
-    parameters: Sequence[nn.Parameter],
-    steps: Sequence[tuple[list[Any], list[Any]]],
-) -> dict[str, Tensor]:
-    """Returns the gradients of the parameters, summed over all parts."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for part in parts:
-        names |= {id(p): name for name, p in getattr(part, "tied_parameters", {}).items()}
-    found: dict[str, Tensor] = {}
-    seeds = [_seed(i, output) if isinstance(output, Tensor) else None for i, output in enumerate(steps[-1][1])]
-    for index, (own, returned) in reversed(list(enumerate(steps))):
-        pairs = zip(returned, seeds, strict=True)
-        known = [(o, s) for o, s in pairs if s is not None and isinstance(o, Tensor) and o.requires_grad]
-        if known:
-            torch.autograd.backward([o for o, _ in known], [s for _, s in known])
-        seeds = [value.grad if isinstance(value, Tensor) else None for value in own]
-        held = {id(p) for p in parts[index].parameters()}
-        for parameter in parameters:
-            name, gradient, parameter.grad = names[id(parameter)], parameter.grad, None
-            if gradient is None:
-                continue
-            if id(parameter) not in held:
-                raise Refused(
-                    f"stage {index} of {type(model).__name__} computes with {name}, which it does not hold: a copy of "
-                    "a module refers to the original by a closure, a hook or a forward that was set on the instance"
-                )
-            found[name] = found[name] + gradient if name in found else gradient
-    return found
+@contextmanager
+def _unreadable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Fills parameters with NaN in the ``with`` block: a stage must not compute with another stage's parameter."""
+    own = [(p, p.data) for p in parameters if is_plain(p) and p.is_floating_point()]
+    for parameter, values in own:
+        parameter.data = values.new_full((), math.nan).expand(values.shape)
+    try:
+        yield
+    finally:
+        for parameter, values in own:
+            parameter.data = values
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -232,10 +218,6 @@ def _places(value: Any) -> dict[str, Any]:
     """Returns the leaves of an output, keyed by path."""
     leaves = tree_leaves_with_path(vars(value) if is_dataclass(value) else value)
     return {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
-
-
-def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
 
 
 def _seed(index: int, output: Tensor) -> Tensor:

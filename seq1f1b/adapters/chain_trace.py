@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 import seq1f1b
-from seq1f1b.adapters.chain_checks import Frozen, check_lengths, has_effect
+from seq1f1b.adapters.chain_checks import check_lengths, has_effect
 from seq1f1b.attention import carry, causal, packing, ulysses
 from seq1f1b.engine.model_state import RandomState, attributes_of, first_changed, put_back
 
@@ -28,7 +27,6 @@ _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 ]
-_GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 class Refused(ValueError):
@@ -46,16 +44,14 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
         path = name.split(".")
         inside |= {model.get_submodule(".".join(path[:i])): ".".join(path[:i]) for i in range(1, len(path))}
     _check_entered(inside)
-    frozen = Frozen(model)
     modes = [(module, module.training) for module in model.modules()]
 
     def once(is_usual: bool) -> Tracer:
-        tracer = Tracer(model, set(inside), whose, frozen)
+        tracer = Tracer(model, set(inside), whose)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if is_usual else torch.inference_mode())
             for device in () if is_usual else ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
                 stack.enter_context(torch.autocast(device))
-            stack.enter_context(frozen.noted())
             try:
                 for module, _ in modes:
                     module.training = is_usual
@@ -68,9 +64,9 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
     first, other = once(True), once(False)
     if str(first.graph) != str(other.graph):
         raise Refused(
-            f"{whose} is another one in training than in evaluation (self.training, or F.dropout), with gradients than "
-            "without (torch.is_grad_enabled()), under autocast, or in each call: put what differs into a module of its "
-            "own, as nn.Dropout"
+            f"{whose} differs between training and evaluation (self.training, or F.dropout), with and without "
+            "gradients (torch.is_grad_enabled()), under autocast, or between calls: put what differs into a module of "
+            "its own, as nn.Dropout"
         )
     check_lengths(model, first.graph)
     _leave_losses_out(first.graph)
@@ -108,12 +104,6 @@ def _leave_losses_out(graph: fx.Graph) -> None:
 
 def _check_entered(inside: Mapping[nn.Module, str]) -> None:
     """Raises Refused for hooks and replaced forwards of modules that the trace enters, and for ``*args``."""
-    for name in _GLOBAL_HOOKS:
-        if getattr(torch_module, name) and "registration" not in name:
-            raise Refused(
-                f"torch has {name.strip('_').replace('_', ' ')} for all modules, which run for the model and not for "
-                "its stages: remove them before split, and put hooks on its blocks"
-            )
     for module, name in inside.items():
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
         hooks = ", ".join(kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(module, kind, None))
@@ -136,20 +126,18 @@ class Tracer(fx.Tracer):
         whose: "forward of <class>", for messages.
     Attributes:
         constants: tensors that belong to no module, keyed by name in the graph.
-        frozen: Python values that forward read.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, inside: set[nn.Module], whose: str, frozen: Frozen) -> None:
+    def __init__(self, model: nn.Module, inside: set[nn.Module], whose: str) -> None:
         super().__init__(autowrap_modules=(math,))
-        self._inside, self._whose, self.frozen = inside, whose, frozen
+        self._inside, self._whose = inside, whose
         self.constants: dict[str, Tensor] = {}
         self._all_names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._all_names.setdefault(module, []).append(name)
         self._calls: dict[nn.Module, int] = {}
-        self._finding: Refused | None = None  # raised again after forward, which may catch the error
 
     def run(self, model: nn.Module) -> None:
         """Traces forward and restores attributes, random state and torch's global settings."""
@@ -158,33 +146,30 @@ class Tracer(fx.Tracer):
         try:
             with _Recording(self), _recorded(self, self._inside):
                 self.trace(model)
+        except Refused:
+            raise
         except Exception as error:  # forward may fail in any way on a value without contents
-            if self._finding is None:
-                raise Refused(
-                    f"{self._whose} cannot be traced: {type(error).__name__}: {error}. What depends on "
-                    "values or sizes, or takes anything but tensors, must lie in a module of its own"
-                ) from error
-            raise self._finding from error
+            raise Refused(
+                f"{self._whose} cannot be traced: {type(error).__name__}: {error}. Leave asserts out, write the names "
+                "out as in a, b = value, and move what depends on values or sizes, assigns to a part of a tensor, or "
+                "takes anything but tensors, into a module of its own"
+            ) from error
         finally:
             changed = first_changed(attributes)
             put_back(attributes)
             self._random.restore()
             torch.set_default_dtype(self._start[_DTYPE])
             torch.set_deterministic_debug_mode(self._start[_DETERMINISTIC])
-        if self._finding is None and changed is not None:
+        if changed is not None:
             module, name = changed
-            self.refuse(
+            raise self.refuse(
                 f"it changes {name!r} of {type(module).__name__} in each call, which no stage would do: move that into "
                 "a block, or make it a buffer"
             )
-        if self._finding is not None:
-            raise self._finding
 
     def refuse(self, what: str) -> Refused:
-        """Returns an error to raise, and keeps the first one: forward may catch the raised error."""
-        found = Refused(f"{self._whose} cannot be cut: {what}")
-        self._finding = self._finding or found
-        return found
+        """Returns an error to raise."""
+        return Refused(f"{self._whose} cannot be cut: {what}")
 
     def path_of_module(self, module: nn.Module) -> str:
         if module not in self._all_names:
@@ -222,33 +207,6 @@ class Tracer(fx.Tracer):
             constants[name] = value
             return self.create_node("get_attr", name, (), {})
         return super().create_arg(value)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
-
-    def unknown(self, *_: Any) -> Any:
-        """Raises Refused: forward needs a number or a truth value that only a run has."""
-        raise self.refuse(
-            "its control flow, or an assert, asks for a value that a trace does not have: the number, the truth, the "
-            "length or the items of a tensor, a size or an argument. Leave the assert out, write the names out as in "
-            "a, b = value, and move what depends on values or sizes into a block"
-        )
-
-    to_bool = iter = keys = unknown  # type: ignore[assignment]
-
-
-class _Value(fx.Proxy):
-    """A value of the trace. Conversions to a number are refused, even if forward would catch a TypeError."""
-
-    tracer: Tracer
-
-    def _unknown(self, *_: Any) -> Any:
-        self.tracer.unknown()
-
-    __int__ = __float__ = __complex__ = __len__ = __contains__ = __round__ = _unknown
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self.tracer.refuse("it assigns to a part of a tensor: use torch.where, or move it into a block")
 
 
 class _Recording(TorchFunctionMode):

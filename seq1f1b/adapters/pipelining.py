@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.engine.options import Loss, order_of
 from seq1f1b.engine.order import build
 from seq1f1b.partition import ModelShape
-from seq1f1b.schedule import Costs, Schedule
+from seq1f1b.schedule import Schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
@@ -71,7 +71,7 @@ class _Segmented:
         )
         inspect.signature(PipelineEngine).bind(None, **self._arguments)
         self._engine: PipelineEngine | None = None
-        super().__init__(  # type: ignore[call-arg] # torch's constructor calls _get_pipeline_order
+        super().__init__(  # type: ignore[call-arg]
             stage,
             n_microbatches,
             loss_fn,
@@ -91,13 +91,13 @@ class _Segmented:
         order = build(source, ranks, n_microbatches, n_segments, len(stages))
         if order.parents is not None:
             raise ValueError(
-                "the segments of this schedule are trees, which torch's have no word for: use PipelineEngine"
+                "the segments of this schedule are trees, which torch's schedules cannot hold: use PipelineEngine"
             )
         for stage in stages:
             rank, group_rank = order.rank_of_stage[stage.stage_index], stage.group_rank
             if rank != group_rank:
                 raise ValueError(
-                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, it is on {group_rank}"
+                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, but lies on rank {group_rank}"
                 )
         return order
 
@@ -143,7 +143,7 @@ class _Segmented:
         whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
             if microbatches is not None and not (value is None or value in ((), {})):
-                raise ValueError(f"{name} stands for the whole batch's: give one of the two")
+                raise ValueError(f"{name} stands for an argument of the whole batch: give one of the two")
         split_args, split_kwargs = self._split_inputs(args, kwargs)
         arg_mbs = split_args if arg_mbs is None else arg_mbs
         kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
@@ -190,20 +190,6 @@ class _Segmented:
             losses[:] = found
         return rows
 
-    def _get_pipeline_order(self) -> dict[int, list[_Action | None]]:
-        """Returns each rank's torch actions, a column per unit of time (any forward or backward); None while waiting.
-
-        Segments count as micro-batches: m * n_segments + s.
-        """
-        simulation = self._order.simulate(Costs(forward=1.0, backward=1.0))
-        columns = round(simulation.makespan)
-        order: dict[int, list[_Action | None]] = {rank: [None] * columns for rank in range(self._order.num_ranks)}
-        cells = (line.split(",") for line in self._order.to_csv().splitlines())
-        for rank, (actions, track) in enumerate(zip(cells, simulation.timeline, strict=True)):
-            for action, (_, start, _) in zip(actions, track, strict=True):
-                order[rank][round(start)] = _Action.from_str(action)
-        return order
-
 
 class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     """A Seq1F1B schedule that replaces torch's ``Schedule1F1B``, with equal stage, arguments and calls.
@@ -243,4 +229,3 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
 
     def __init__(self, stages: Sequence[Any], n_microbatches: int, *arguments: Any, **keywords: Any) -> None:
         super().__init__(stages, n_microbatches, *arguments, **keywords)
-        self.pipeline_order = self._get_pipeline_order()

@@ -158,7 +158,7 @@ def layer_handle(index: int) -> Tensor:
 
 def _check_layer(index: int) -> None:
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
+        raise TypeError(f"layer is {index!r}, must be an int or a handle of seq1f1b.layer_handle")
     if index < 0:
         raise ValueError(f"layer key is {index}, must be at least 0")
 

@@ -59,7 +59,7 @@ class Packing:
         found = tuple(len(document) for document in documents)
         if found != self.lengths:
             raise ValueError(
-                f"documents have lengths {_some(found)}, those of lengths {_some(self.lengths)} were packed"
+                f"documents have lengths {_some(found)}, but documents of lengths {_some(self.lengths)} were packed"
             )
         joined = documents[0].new_full((len(self.rows), self.row_len), fill)
         for row, indices in zip(joined, self.rows, strict=True):

@@ -1,9 +1,8 @@
 """Comparison of a stage on a few tokens in two segments with the stage on the whole sample, forward only.
 
-The sample is the first tokens of a unit, and the stage runs alone. A stage without zero weights passes if the two
-segments return the outputs of the step's unit (outputs that flow through zero weights tell nothing). Otherwise the
-sample also runs as one segment. A difference above the rounding of the stage's dtype is a finding, placed at the first
-module that differs. Modules that mix tokens show, causal or not, and modules that count tokens from zero.
+The sample is the first tokens of a unit, and the stage runs alone. A difference above the rounding of the stage's
+dtype is a finding, placed at the first module that differs. Modules that mix tokens show, causal or not, and modules
+that count tokens from zero.
 
 A token counts as different only if every row differs there: different rounding of its scores may make a router send one
 token of a row to another expert.
@@ -55,19 +54,17 @@ _alone = threading.Lock()  # ranks in threads share modules: only one rank at a 
 
 @dataclass
 class Sample:
-    """The first tokens of a unit's arguments and outputs.
+    """The first tokens of a unit's arguments.
 
     Attributes:
         values: the positional and the keyword arguments.
         dims: token dimension of each tensor in ``values``, in order; -1: a tensor without tokens.
         sizes: tokens of the two segments.
-        outputs: tensors returned by the unit; empty if their token dimension is unknown.
     """
 
     values: Any
     dims: list[int]
     sizes: tuple[int, int]
-    outputs: Sequence[Tensor] = ()
 
     def arguments(self, begin: int, length: int) -> Any:
         """Returns the arguments for ``length`` tokens from ``begin``."""
@@ -101,16 +98,6 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     pairs = enumerate(zip(tensors, dims, strict=True))
     taken = iter([_taken(tensor.detach(), dim, rows, sizes, is_first=i == 0) for i, (tensor, dim) in pairs])
     return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
-
-
-def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> None:
-    """Copies a unit's outputs for the tokens of its sample."""
-    tensors, length = tensors_of(output), step.lengths[unit.cell]
-    dims = [_tokens_of(tensor, step.batch.seq_dim, length) for tensor in tensors]
-    known = [(tensor.detach(), dim) for tensor, dim in zip(tensors, dims, strict=True) if dim is not None and dim >= 0]
-    if len(known) == len(tensors) > 0 and length >= sum(sample.sizes):
-        rows = known[0][0].shape[_row_of(*known[0])]
-        sample.outputs = [_taken(tensor, dim, rows, sample.sizes, is_first=False) for tensor, dim in known]
 
 
 def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
@@ -247,7 +234,7 @@ class Look:
         sizes, place = self._sample.sizes, f"stage {self._stage.index}"
         try:
             first, second = self._run(sizes)
-            whole = {} if self._is_as_in_step(first, second) else self._run((sum(sizes),))[0]
+            (whole,) = self._run((sum(sizes),))
             with torch._C.DisableTorchFunction():  # a verification's mode counts the stage's operations, not ours
                 found = list(_differences(whole, first, second, sizes, self._least()))
                 told = any(self._tells(event) for event, _, _ in found)
@@ -258,16 +245,6 @@ class Look:
             Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts
         ]
         return [*([self._explained(*found[0])] if told else []), *shared]
-
-    def _is_as_in_step(self, first: _Values, second: _Values) -> bool:
-        """Returns whether the two segments equal the output of the step's unit and no weights are zero."""
-        outputs, sizes = self._sample.outputs, self._sample.sizes
-        triples = zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
-        given = [list(_ways(*tensors, sizes)) for tensors in triples]
-        if len(given) < len(first[_OUTPUT]) or not all(given) or self._zero:
-            return False
-        with torch._C.DisableTorchFunction():
-            return not any(_differences({_OUTPUT: list(outputs)}, first, second, sizes, self._least()))
 
     def _run(self, sizes: Sequence[int]) -> list[_Values]:
         """Returns each segment's tensors to compare. Raises RuntimeError if the stage has drawn random numbers."""

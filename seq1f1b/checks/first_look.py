@@ -1,7 +1,7 @@
 """Check of a stage in the first step of a shape, for modules that mix tokens without the engine's knowledge.
 
-At the end of the step, after all units, the stage runs again on a few tokens of its first unit: as two segments and,
-if the outputs differ from the unit's, as one (``by_values.py``). Some stages cannot run alone: stages under FSDP2 or
+At the end of the step, after all units, the stage runs again on a few tokens of its first unit, as two segments and as
+one (``by_values.py``). Some stages cannot run alone: stages under FSDP2 or
 ``sequence_parallel``, stages that talk to other processes or draw random numbers, stages with arguments of unknown
 value for other tokens, and stages that take a fixed number of tokens. For these stages the check only finds whether the
 unit F0.1 calls attention other than ``causal_attention`` (``watch.py``). Later steps are not checked.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.checks.by_values import FEWEST, Look, Sample, take_outputs, take_sample
+from seq1f1b.checks.by_values import FEWEST, Look, Sample, take_sample
 from seq1f1b.checks.watch import Watch, sizes_of
 from seq1f1b.engine.compiled import is_compiled
 from seq1f1b.engine.findings import ATTENTION, Finding
@@ -71,11 +71,6 @@ class Looking(Part):
                 self._kind = self._step.batch.training, is_long, tuple(sorted(kwargs))
         is_watched = unit.cell == self._cell and self._kind not in self._known
         return self._watched(unit, inputs) if is_watched else None
-
-    def returned(self, unit: LiveUnit, output: Any) -> None:
-        if unit.cell == self._first and self._sample is not None and not unit.is_again:
-            with suppress(Exception):  # a tensor may not be copied by rows, and a check must not end a correct step
-                take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

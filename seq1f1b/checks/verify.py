@@ -183,7 +183,7 @@ def _without_module(cut: Verification) -> str:
     """Returns the cause, in words, for wrong stages whose modules all return the model's values."""
     is_output = cut.output_error > cut.allowed["output"] or cut.exact.get("output", 0.0) > _SAME
     if is_output:
-        return "all modules return what the model's do, and the output is another one: look at the code between modules"
+        return "all modules return the model's values, and the output differs: look at the code between modules"
     worst = sorted(cut.parameters, key=lambda name: cut.parameters[name] / cut.allowed[name], reverse=True)[:3]
     return (
         f"forwards agree and gradients do not, most of all {', '.join(worst)}: stages lack a tie (tied_parameters), a "

@@ -293,7 +293,7 @@ class _Model:
                     continue
             self._chosen.append((own, value))
         texts = [
-            f"{FROZEN}: requires_grad is another one in the model for {_listed(self._frozen)}",
+            f"{FROZEN}: requires_grad differs in the model for {_listed(self._frozen)}",
             f"{BUFFERS}: the model has another value for {_listed(stale)}, and no step changes it",
             f"{UNTIED}: stages have unlike values for one parameter of the model, {_listed(apart)}",
         ]

@@ -14,7 +14,7 @@ from seq1f1b.planning.compare import compare
 
 def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", nargs="*", help="names of schedules (default: all)")
-    cap = "leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)"
+    cap = "leave out schedules that hold more on a rank: 4 (micro-batches of activations), or with --model 4GiB"
     options = {
         "--bandwidth BYTES": (read_bytes, None, "bytes per second from one stage to the next"),
         "--token-bytes BYTES": (read_bytes, None, "activations that a rank keeps for a token"),

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "view" / "explorer.html"
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--open", action="store_true", help="open it in this machine's browser")
+    command.add_argument("--open", action="store_true", help="open the page in this machine's browser")
 
 
 def run(options: argparse.Namespace) -> int:

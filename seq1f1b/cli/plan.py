@@ -25,18 +25,18 @@ def add(command: argparse.ArgumentParser) -> None:
         "in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a file "
         "with a line 'N COUNT' for each length, or 'N' for each sequence"
     )
-    prompt = "in place of --seq, with --responses: what a step of shared prompts takes, as trees and as rows"
-    remedies = "what single units may do so that an order fits: recompute, offload (default: recompute)"
+    prompt = "in place of --seq, with --responses: tokens of a prompt; compares a step of trees with a step of rows"
+    remedies = "ways to make an order fit, unit by unit: recompute, offload (default: recompute)"
     vocabulary = (
         "ends: the first and the last stage have embedding and head; ranks: each rank has a part of both; any: try "
         "both (default: any)"
     )
-    memory = "most memory of a device, as 68GiB or 24e9 (default: 85 %% of what it has)"
+    memory = "most memory of a device, as 68GiB or 24e9 (default: 85 %% of the device's memory)"
     options = {
         "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
         "--lengths N:COUNT,...|FILE": (str, None, lengths),
         "--prompt TOKENS": (read_tokens, None, prompt),
-        "--responses NxTOKENS": (read_sizes, None, "to each prompt: 8x256 or 4x256,4x1024"),
+        "--responses NxTOKENS": (read_sizes, None, "responses to each prompt, and their tokens: 8x256 or 4x256,4x1024"),
         "--ranks P": (int, ..., "pipeline ranks"),
         "--microbatches M": (int, ..., "micro-batches, or prompts, of a step"),
         "--memory BYTES": (read_bytes, None, memory),
@@ -48,7 +48,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--vocabulary": (VOCABULARIES, "any", vocabulary),
         "--no-optimizer-sync": (bool, False, "a rank begins the next step without waiting for the others"),
         "--best N": (int, 5, "plans to print (default: 5)"),
-        "--verbose": (bool, False, "say of each schedule why it is left out"),
+        "--verbose": (bool, False, "say why each schedule is left out"),
         "--json": (bool, False, "print the search as JSON"),
         "--output FILE": (str, None, "write the best plan for PipelineEngine(schedule=FILE)"),
     }
@@ -133,7 +133,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
     for name in ("stages", "inside"):
         if len(getattr(options, name) or [1]) > 1:
-            raise ValueError(f"--{name} names several, with --prompt it must be one")
+            raise ValueError(f"--{name} names several values: give one with --prompt")
     for name in [name for name in ("prompt", "microbatches", "ranks") if getattr(options, name) < 1]:
         raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
     if options.microbatches * len(options.responses) > _MOST_ROWS:

@@ -17,7 +17,7 @@ __all__ = ["add", "run"]
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    offload = "also measure how fast a file there takes what units save, and gives it back; host: pinned host memory, "
+    offload = "also measure how fast saved activations move to a file in DIR and back; host: to pinned host memory, "
     options = {
         "--model": (str, ..., f"{', '.join(presets('models'))}; or a .json file of the same form"),
         "--seq TOKENS": (read_tokens, ..., "tokens of the longest sequence to measure"),

@@ -9,7 +9,7 @@ from seq1f1b.table import table_text
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", help="one report per line; the last one is printed")
+    command.add_argument("file", help="reports, one per line; the last report is printed")
     command.add_argument("--all", action="store_true", help="a line for each report, with means over ranks")
 
 

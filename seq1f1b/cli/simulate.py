@@ -17,7 +17,7 @@ def add(command: argparse.ArgumentParser) -> None:
     options = {
         "--steps N": (int, 1, "steps in a row, for the time from step to step (default: 1)"),
         "--optimizer S": (float, None, "seconds of the optimizer after a step (default: 0, or the model's)"),
-        "--sync": (bool, False, "the optimizer waits for all ranks, as a norm over all makes it"),
+        "--sync": (bool, False, "the optimizer waits for all ranks, as clipping by a norm over all ranks does"),
     }
     add_options(command, options)
     workload.add_order_options(command)

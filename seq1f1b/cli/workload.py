@@ -41,7 +41,7 @@ def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8
         "--segments K": (int, None, f"segments of each micro-batch (default: {segments}); {whole}"),
         "--stages V": (int, None, "stages per rank (default: the schedule's least)"),
         "--forward S": (float, None, "seconds that a rank takes for F of a micro-batch (default: 1)"),
-        "--backward S": (float, None, "seconds that it takes for B (default: 2)"),
+        "--backward S": (float, None, "seconds that a rank takes for B of a micro-batch (default: 2)"),
         "--weight S": (float, None, "the part of B that a split backward puts off as W (default: half)"),
         "--transfer S": (float, None, "seconds of a message between two stages (default: 0)"),
         "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
@@ -49,7 +49,7 @@ def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8
     }
     add_options(command, options)
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
-    inside = (INSIDE, "none", "what backward computes again inside of blocks (default: none)")
+    inside = (INSIDE, "none", "parts of the blocks that the backward recomputes (default: none)")
     of_a_model = add_model_options(costs) | add_options(costs, {"--inside": inside})
     command.set_defaults(of_a_model=of_a_model)
 
@@ -59,17 +59,17 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
     kinds = f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
     command.add_argument("schedule", nargs="+", help=kinds)
     again = "all: the order holds an R before the backward of every unit (default: none)"
-    tier = "move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch"
+    tier = "move saved activations to a tier and back: seconds each way, for a micro-batch on a rank"
     trees = (
-        "micro-batches whose segments are trees: for each a word with the segment that each one follows, - for a "
-        'chain, as --parents="-1,0,0 -1,0,1,1,0 -"; one word, --parents=-1,0,0, is for all'
+        "trees of segments: for each micro-batch a word with the parent of each segment, -1 for none, or - for a "
+        'chain, as --parents="-1,0,0 -1,0,1,1,0 -"; a single word, --parents=-1,0,0, is for all micro-batches'
     )
     options = {
         "--recompute none|all": (("none", "all"), "none", again),
         "--tier S": (float, None, tier),
         "--jitter X": (float, 0.0, "vary the seconds of each unit by up to this share"),
-        "--transfer-jitter X": (float, 0.0, "vary the time of each message likewise"),
-        "--seed N": (int, 0, "seed of that noise (default: 0)"),
+        "--transfer-jitter X": (float, 0.0, "vary the time of each message by up to this share"),
+        "--seed N": (int, 0, "seed of these variations (default: 0)"),
         "--parents TREES": (read_parents, None, trees),
     }
     add_options(command, options)

@@ -243,8 +243,8 @@ def _is_new(version: int) -> bool:
     if version < OLDEST_CUDNN:
         warnings.warn(
             f"attention goes by torch's flash ops, which are slower: cuDNN must be {OLDEST_CUDNN} or newer, because "
-            f"older ones read beyond the queries, and is {version}; install torch 2.11 or later, which brings such a "
-            "one, or call torch.backends.cuda.enable_cudnn_sdp(False) to do without this warning",
+            f"older versions read beyond the queries, and is {version}; install torch 2.11 or later, which brings a "
+            "newer cuDNN, or call torch.backends.cuda.enable_cudnn_sdp(False) to do without this warning",
             stacklevel=2,
         )
     return version >= OLDEST_CUDNN

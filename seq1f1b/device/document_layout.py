@@ -101,13 +101,6 @@ def _is_gone(memory: StorageWeakRef) -> bool:
     return bool(memory.expired())  # type: ignore[no-untyped-call] # torch's has no types
 
 
-def forget() -> None:
-    """Drops all remembered layouts. For tests."""
-    with _lock:
-        _remembered.clear()
-    _asking.clear()
-
-
 def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
     """Returns the layout of a segment's documents; None if a document is not contiguous, or if a CUDA graph is being
     captured and the layout is unknown.

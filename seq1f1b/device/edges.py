@@ -1,4 +1,4 @@
-"""Edges between GPUs, each by the first way that passes its proof: copies, NCCL, or host memory.
+"""Edges between GPUs by the first way that passes its proof, copies or NCCL, or else messages through host memory.
 
 This module sets up the edges; C code orders host, streams and events (``csrc/device/device_end.h``). Headers and
 credits use the edges of host memory opened by :mod:`seq1f1b.transport`.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
-from seq1f1b.placement import compute_stream
+from seq1f1b.placement import compute_stream, through_host
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
 from seq1f1b.transport.restart import QUEUES
@@ -31,23 +29,8 @@ __all__: list[str] = []
 
 
 def find_nccl() -> str | None:
-    """Returns the path of the NCCL to use; None: torch's loaded copy, or the loader's default.
-
-    The order is ``SEQ1F1B_NCCL``, torch's copy, so that the process has a single one, and the Python package
-    ``nvidia-nccl``.
-    """
-    if named := os.environ.get("SEQ1F1B_NCCL"):
-        return named
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
-        return None
-    with contextlib.suppress(ModuleNotFoundError):
-        package = importlib.util.find_spec("nvidia.nccl")
-        for folder in (package.submodule_search_locations if package else None) or ():
-            library = Path(folder) / "lib" / "libnccl.so.2"
-            if library.exists():
-                return str(library)
-    return None
+    """Returns the path of the NCCL to use, ``SEQ1F1B_NCCL``; None: torch's loaded copy, or the loader's default."""
+    return os.environ.get("SEQ1F1B_NCCL") or None
 
 
 def found_nccl() -> str:
@@ -63,7 +46,6 @@ class Way(NamedTuple):
     """A way for messages between GPUs, with the function that makes its ends.
 
     Attributes:
-        over: possible transports of the headers, as of ``RankGroup.transport_to``.
         needs: advice after a failure, a sentence without a full stop.
         make: makes an end of this rank from its control end, the watchdog and the sender's offer; does not wait.
         offer: returns bytes for the receiver, sent before the ends of an edge are made.
@@ -71,7 +53,6 @@ class Way(NamedTuple):
     """
 
     name: str
-    over: tuple[str, ...]
     needs: str
     make: Callable[[Any, Any, bytes], object]
     offer: Callable[[], bytes] = bytes
@@ -80,27 +61,19 @@ class Way(NamedTuple):
 
 COPIES = Way(
     "copy",
-    TRANSPORTS["copy"].over,
     "CUDA IPC needs processes of one host that share its IPC namespace (docker run --ipc=host) and GPUs that reach "
     "each other (nvidia-smi topo -p2p r); wrong bytes point to an IOMMU, or to PCIe ACS, that is switched on",
-    lambda control, watchdog, offered: _C.device_end(True, control, watchdog),
+    lambda control, watchdog, offered: _C.copy_end(control, watchdog),
 )
 NCCL = Way(
     "nccl",
-    TRANSPORTS["nccl"].over,
     "NCCL says more with NCCL_DEBUG=INFO; in a container it needs room in /dev/shm (docker run --shm-size=1g), "
     "between hosts the right network (NCCL_SOCKET_IFNAME), and it takes one rank per GPU",
     lambda control, watchdog, offered: _C.nccl_end(find_nccl(), offered, control, watchdog),
     lambda: _C.nccl_unique_id(find_nccl()),
     is_one_sided=False,
 )
-HOST = Way(  # the last resort
-    "host",
-    TRANSPORTS["auto"].over,
-    "this way needs no more than copies between the GPU and the host: look at the GPU itself (nvidia-smi, dmesg)",
-    lambda control, watchdog, offered: _C.device_end(False, control, watchdog),
-)
-WAYS = (COPIES, NCCL, HOST)
+WAYS = (COPIES, NCCL)
 """In the order in which ``transport="auto"`` tries them."""
 
 
@@ -188,12 +161,17 @@ class DeviceEdges:
         """Returns the kind of the GPU, a space and a unique identifier."""
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
 
-    def place_views(self) -> Callable[..., Any]:
+    def gpu_views(self) -> Callable[..., Any]:
+        """Returns the function that makes tensors over received messages in the GPU's memory."""
         return functools.partial(place_views, gpu=self.ordinal())
+
+    def place_views(self) -> Callable[..., Any]:
+        """Returns the function that makes tensors over received messages."""
+        return self.gpu_views() if self._ends else place_views
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function that the executor calls for every unit; ``run`` runs the unit."""
-        return run
+        return run if self._ends else through_host(run, self.device, self.gpu)
 
     def warm(self) -> None:
         """Loads torch's context, kernels and allocator before the edges open."""
@@ -204,11 +182,14 @@ class DeviceEdges:
             kernel_library.operations()
 
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, Any]:
-        """Returns GPU ends over the control ends, which carry headers. Collective over all ranks of the pipeline.
+        """Returns GPU ends over the control ends, which carry headers, or the control ends themselves.
+
+        Collective over all ranks of the pipeline. The control ends carry all messages through host memory if
+        ``transport="auto"`` finds no way for an edge.
 
         Raises:
             ValueError: the transport does not reach a peer.
-            RuntimeError: an edge fails its proof without another way to try; raised on all ranks.
+            RuntimeError: an edge fails the proof of the way asked for, or a transfer does not end; raised on all ranks.
         """
         _warn_of_few_queues(len(controls))
         gpus = self.group.all_gather_object(self.identity())
@@ -220,12 +201,12 @@ class DeviceEdges:
         self.warm()
         self._is_receiver = is_receiver
         self._ends, self.chosen = Proof(self, ways, controls, is_receiver).run()
-        return dict(self._ends)  # the caller drops its references before close() ends the edges
+        return dict(self._ends or controls)  # the caller drops its references before close() ends the edges
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
         for edge in controls:
             other = self.group.transport_to(self.group.peer_of(edge))
-            if other not in way.over:
+            if other not in TRANSPORTS[way.name].over:
                 raise ValueError(
                     f'transport="{way.name}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
                     f'goes over {other}: use "auto" or "nccl"'
@@ -237,10 +218,7 @@ class DeviceEdges:
     def close(self) -> None:
         """Closes all ends, together with all ranks that still can."""
         self._meet()  # a receiver with a message on its way would take a closed sender for a lost one
-        kept: list[str] = []
-        for edge in sorted(self._ends, key=self._is_receiver.__getitem__):  # senders, which opened peers' memory, first
-            if not _C.device_end_close(self._ends[edge]):
-                kept.append(_C.edge_end_text(self._ends[edge]))
+        kept = _close(self._ends, self._is_receiver)
         self._meet()  # an end may use its peer's events
         self._ends.clear()
         if kept:
@@ -257,11 +235,11 @@ class DeviceEdges:
 
 
 class Proof:
-    """The search of all ranks for each edge's way: the first way that passes its proof.
+    """The search of all ranks for the way of each edge: the first that reaches both ranks and passes its proof.
 
-    An attempt tries a way on all edges still without one at once, with one message for each edge. Between two parts of
-    an attempt the ranks exchange their failures. All ranks, and both ends of an edge, then know the same and go on
-    alike, so no rank waits for an action that its peer has given up. C code runs the ends' part, with time limits
+    The proof of a way sends one message over each of its edges, and a failure refuses the way for all of them. Between
+    two parts of the proof the ranks exchange their failures: all ranks then know the same and go on alike, so no rank
+    waits for an action that its peer has given up. C code runs the ends' part, with time limits
     (``csrc/device/edge_proof.h``).
 
     Args:
@@ -280,37 +258,41 @@ class Proof:
     ) -> None:
         self._edges, self._ways, self._controls, self._is_receiver = edges, ways, controls, is_receiver
         self._group, self._is_free = edges.group, edges.transport == "auto"
-        self._reasons: dict[Edge, list[str]] = {}  # failures of earlier ways
-        self._refused: dict[Edge, str] = {}  # failures of the current way; equal on all ranks
+        self._refused: list[str] = []  # the ways that failed, and why; equal on all ranks
         self._chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
 
     def run(self) -> tuple[dict[Edge, Any], dict[Edge, tuple[str, float, str]]]:
-        """Returns the ends, and the choices as in :class:`DeviceEdges`. Collective.
+        """Returns the ends, and the choices as in :class:`DeviceEdges`; without ends, host memory is the choice.
+
+        Collective.
 
         Raises:
-            RuntimeError: an edge has no way, or a transfer does not end; raised on every rank.
+            RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
         """
-        texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
         self._texts: dict[Edge, str] = {}
         self._ranks: dict[Edge, set[int]] = {}  # the two ranks of each edge
+        texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
         for rank, theirs in enumerate(self._group.all_gather_object(texts)):
             self._texts |= theirs
             for edge in theirs:
                 self._ranks.setdefault(edge, set()).add(rank)
+        over = {edge: self._group.transport_to(self._group.peer_of(edge)) for edge in self._controls}
         for way in self._ways:
-            mine = [edge for edge in sorted(self._controls) if edge not in self._ends]
-            mine = [edge for edge in mine if self._group.transport_to(self._group.peer_of(edge)) in way.over]
+            mine = [edge for edge in sorted(over) if edge not in self._ends and over[edge] in TRANSPORTS[way.name].over]
             if any(self._group.all_gather_object(bool(mine))):
                 self._try(way, mine)
-        if self._refused:
-            raise RuntimeError(f"{self._texts[min(self._refused)]}: no transport carries its messages between GPUs")
+        if any(self._group.all_gather_object(len(self._ends) < len(self._controls))):
+            _close(self._ends, self._is_receiver)
+            self._ends = {}
+            why = "; ".join(["no way between the GPUs proved itself", *self._refused])
+            self._chosen = {edge: (name, 0.0, why) for edge, name in over.items()}
         return self._ends, self._chosen
 
-    def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
-        """Runs a part of an attempt for edges without a failure, and tells all ranks of new failures. Collective."""
+    def _agree(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
+        """Runs a part of a proof for edges up to a failure. Collective; raises _Refused on all ranks if one fails."""
         mine: dict[Edge, str] = {}
-        for edge in [each for each in edges if each not in self._refused]:
+        for edge in edges:
             try:
                 call(edge)
             except _C.PipelineError:  # a rank is gone or has failed: another way would not help
@@ -318,21 +300,35 @@ class Proof:
             except (RuntimeError, ValueError, MemoryError, OSError) as error:
                 first = (str(error) or type(error).__name__).splitlines()[0]
                 mine[edge] = first.removeprefix(self._texts[edge]).lstrip(",: ")
-        for theirs in self._group.all_gather_object(mine):
-            for edge, reason in theirs.items():
-                self._refused[edge] = f"{self._refused[edge]}; {reason}" if edge in self._refused else reason
+                break
+        failed = [(edge, why) for theirs in self._group.all_gather_object(mine) for edge, why in theirs.items()]
+        if failed:
+            edge = min(failed)[0]
+            raise _Refused(self._texts[edge], "; ".join(why for each, why in failed if each == edge))
 
     def _try(self, way: Way, edges: list[Edge]) -> None:
         self._group.begin_step(training=False)
         self._edges.begin_step()
-        self._refused = {}
+        ends: dict[Edge, Any] = {}
+        kept: list[Tensor] = []  # sent messages, until all transfers have ended
+        try:
+            seconds = self._prove(way, edges, ends, kept)
+        except _Refused as refused:
+            self._give_up(way, refused, ends, kept)
+        else:
+            everyones = self._group.all_gather_object(seconds)
+            why = "; ".join(["the first that proved itself" if self._is_free else "asked for", *self._refused])
+            for edge in ends:
+                took = max(theirs.get(edge, 1e-9) for theirs in everyones)  # of the slower end
+                self._chosen[edge] = (way.name, self._edges.proof_bytes / took, why)
+            self._ends |= ends
+        self._group.end_step(failed=False)
+
+    def _prove(self, way: Way, edges: list[Edge], ends: dict[Edge, Any], kept: list[Tensor]) -> dict[Edge, float]:
+        """Fills ``ends`` and ``kept``; returns the seconds of each edge's message. Raises _Refused on all ranks."""
+        size, offers, seconds = self._edges.proof_bytes, {}, {}
         sends = [edge for edge in edges if not self._is_receiver[edge]]
         receives = [edge for edge in edges if self._is_receiver[edge]]
-        offers: dict[Edge, bytes] = {}
-        ends: dict[Edge, Any] = {}
-        seconds: dict[Edge, float] = {}
-        kept: list[Tensor] = []  # sent messages, until all transfers have ended
-        size = self._edges.proof_bytes
 
         def offer(edge: Edge) -> None:
             offers[edge] = way.offer()
@@ -348,30 +344,21 @@ class Proof:
                 seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
                 return
             address, seconds[edge] = _C.edge_proof_receive(ends[edge], size)
-            [found], _ = self._edges.place_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
+            [found], _ = self._edges.gpu_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
             wrong = (found.cpu() != known).nonzero()
             if len(wrong):
                 raise RuntimeError(f"{len(wrong)} of {size} bytes arrived wrong, the first is byte {int(wrong[0])}")
 
-        self._each(sends, offer)
+        self._agree(sends, offer)
         for theirs in self._group.all_gather_object(offers):
             offers |= theirs
-        self._each(edges, make)
-        self._each(edges, lambda edge: _C.device_end_connect(ends[edge]))
-        self._each(receives, lambda edge: _C.edge_proof_post(ends[edge], size))
+        self._agree(edges, make)
+        self._agree(edges, lambda edge: _C.device_end_connect(ends[edge]))
+        self._agree(receives, lambda edge: _C.edge_proof_post(ends[edge], size))
         for part in (sends, receives) if way.is_one_sided else _rounds_of(self._ranks):
-            self._each([edge for edge in edges if edge in part], move)
-        self._look_for_stuck(way, ends, kept)
-        self._close(sends, receives, ends)
-        self._tell(way)
-        everyones = self._group.all_gather_object(seconds)
-        for edge in ends:
-            took = [theirs[edge] for theirs in everyones if edge in theirs]
-            rate = size / max(1e-9, sum(took) if way.is_one_sided else max(took))
-            why = ["the first that proved itself" if self._is_free else "asked for", *self._reasons.get(edge, [])]
-            self._chosen[edge] = (way.name, rate, "; ".join(why))
-        self._ends |= ends
-        self._group.end_step(failed=False)
+            self._agree([edge for edge in edges if edge in part], move)
+        self._agree(sends + receives, lambda edge: _C.edge_proof_end(ends[edge]))
+        return seconds
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """Returns the message: each edge and way has different bytes, so old bytes in memory never match."""
@@ -380,50 +367,45 @@ class Proof:
         words = torch.empty(size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
         return words.view(torch.uint8)[:size]
 
-    def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
-        """Ends failed transfers. Raises RuntimeError on every rank if a transfer cannot be ended."""
-        mine = [edge for edge in ends if edge in self._refused and not _C.edge_proof_give_up(ends[edge])]
-        stuck = sorted(set().union(*self._group.all_gather_object(mine)))
-        if not stuck:
-            return
-        for each in kept:  # the GPU may still read the message
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-        others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
-        raise RuntimeError(
-            f"{self._texts[stuck[0]]}: messages by transport={way.name!r} do not arrive ({self._refused[stuck[0]]}), "
-            f"and what the GPU has begun cannot be undone. {way.needs}; "
-            f"start again with another transport=, as {others}"
-        )
+    def _give_up(self, way: Way, refused: _Refused, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
+        """Closes the ends of a way that failed.
 
-    def _close(self, sends: Sequence[Edge], receives: Sequence[Edge], ends: dict[Edge, Any]) -> None:
-        """Closes failed ends, and frees the proof's memory at all working ends."""
-        for part in (sends, receives):  # senders, which opened peers' memory, first
-            for edge in [edge for edge in part if edge in self._refused and edge in ends]:
-                _C.device_end_close(ends.pop(edge))
-            self._each(part, lambda edge: _C.edge_proof_end(ends[edge]))
-        for edge in self._refused:
-            ends.pop(edge, None)
-
-    def _tell(self, way: Way) -> None:
-        """Reports failures: raises RuntimeError for a way requested by name, and warns otherwise."""
-        if not self._refused:
-            return
-        edge = min(self._refused)
-        reason = f"{self._refused[edge]}. {way.needs}"
+        Raises:
+            RuntimeError: a transfer cannot be ended, or the way was asked for by name; raised on every rank.
+        """
+        if any(self._group.all_gather_object(_close(ends, self._is_receiver))):
+            for each in kept:  # the GPU may still read the message
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+            others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
+            raise RuntimeError(
+                f"{refused.edge}: messages by transport={way.name!r} do not arrive ({refused.why}), "
+                f"and what the GPU has begun cannot be undone. {way.needs}; "
+                f"start again with another transport=, as {others}"
+            )
+        failed = f"{refused.edge}: transport={way.name!r} failed its proof"
         if not self._is_free:
             raise RuntimeError(
-                f"{self._texts[edge]}: transport={way.name!r} failed its proof: {reason}; "
-                'or use transport="auto", which takes another way'
+                f'{failed}: {refused.why}. {way.needs}; or use transport="auto", which takes another way'
             )
-        for each, why in self._refused.items():
-            self._reasons.setdefault(each, []).append(f"{way.name}: {why}")
+        self._refused.append(f"{way.name}: {refused.edge}: {refused.why}")
         if self._group.rank == 0:
-            others = f" (and {len(self._refused) - 1} more edges)" if len(self._refused) > 1 else ""
             warnings.warn(
-                f"{self._texts[edge]}{others}: transport={way.name!r} failed its proof and is not used: {reason}. "
-                "engine.edges says what is used instead",
+                f"{failed} and is not used: {refused.why}. {way.needs}. engine.edges says what is used instead",
                 stacklevel=2,
             )
+
+
+class _Refused(Exception):
+    """A part of a proof has failed, on any rank: the edge in words, and the reason."""
+
+    def __init__(self, edge: str, why: str) -> None:
+        self.edge, self.why = edge, why
+
+
+def _close(ends: Mapping[Edge, Any], is_receiver: Mapping[Edge, bool]) -> list[str]:
+    """Closes ends, senders first, which opened peers' memory; returns the edges that still use memory, in words."""
+    in_order = [ends[edge] for edge in sorted(ends, key=is_receiver.__getitem__)]
+    return [_C.edge_end_text(end) for end in in_order if not _C.device_end_close(end)]
 
 
 def _rounds_of(ranks: Mapping[Edge, set[int]]) -> list[set[Edge]]:

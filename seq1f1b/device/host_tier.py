@@ -9,12 +9,14 @@ import contextlib
 import functools
 import math
 import os
+from array import array
+from itertools import chain
 from pathlib import PurePosixPath
 
 import torch
 
 from seq1f1b import _C, where
-from seq1f1b.engine.offload import Tier
+from seq1f1b.engine.offload import Load, Tier, TierFacts
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
@@ -35,7 +37,7 @@ class HostTier(Tier):
     """
 
     def __init__(self, device: torch.device, group: RankGroup) -> None:
-        super().__init__(None, device, 1, group.group)
+        super().__init__(device, 1)
         launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # counts ranks of other pipelines on this host, too
         self._host_ranks = max(group.local_size, int(launched) if launched.isdigit() else 1)
 
@@ -47,6 +49,25 @@ class HostTier(Tier):
     def open(self, gpu: object) -> None:
         """Creates the tier's streams from the core's handle of the GPU. Raises RuntimeError if the driver fails."""
         self.handle = _C.host_tier(gpu, functools.partial(check_host, self._host_ranks))
+
+    def begin_step(self, most_loads: int) -> None:
+        _C.host_tier_begin_step(self.handle, most_loads)
+
+    def step_facts(self) -> TierFacts | None:
+        return None if self.handle is None else TierFacts("pinned memory", *_C.host_tier_facts(self.handle))
+
+    def reset(self) -> None:
+        """Ends copies under way. Memory of moved tensors must stay until the end."""
+        if self._loads:  # else compute has waited for all copies
+            _C.host_tier_reset(self.handle)
+        super().reset()
+
+    def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
+        parts = ((address, size, at) for address, (at, size) in zip(addresses, load.parts, strict=True))
+        _C.host_tier_move(self.handle, not load.comes_in, number, array("q", chain.from_iterable(parts)))
+
+    def _wait(self, number: int) -> None:
+        _C.host_tier_wait(self.handle, number)
 
 
 def check_host(host_ranks: int, needed: int, root: str = "") -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 __all__: list[str] = []
 
-ABI = 2  # S1F_CUDA_ABI
+ABI = 3  # S1F_CUDA_ABI
 INVALID_VALUE = 1  # the cudaError_t for arguments without a kernel
 DTYPES = {2: "bfloat16", 3: "float16"}  # by number in dtype.h
 
@@ -35,7 +35,6 @@ class Operation(NamedTuple):
     """
 
     name: str
-    source: str  # sha256 of the compiled source code without comments
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
     scratch_bytes: Callable[[bytes], int]
@@ -55,7 +54,7 @@ class Operation(NamedTuple):
 class _Operation(ctypes.Structure):
     _fields_ = [
         ("abi", c_int32),
-        ("source", c_char_p), ("compiler", c_char_p), ("architectures", c_char_p),
+        ("compiler", c_char_p), ("architectures", c_char_p),
         ("scratch_bytes", ctypes.CFUNCTYPE(c_int64, c_char_p)),
         ("launch", ctypes.CFUNCTYPE(c_int32, c_char_p, c_void_p)),
         ("error_text", ctypes.CFUNCTYPE(c_char_p, c_int32)),
@@ -74,5 +73,5 @@ def find(path: Path, name: str) -> Operation:
         raise ValueError(
             f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again"
         )
-    source, compiler, architectures = (text.decode() for text in (found.source, found.compiler, found.architectures))
-    return Operation(name, source, compiler, architectures, found.scratch_bytes, found.launch, found.error_text)
+    compiler, architectures = found.compiler.decode(), found.architectures.decode()
+    return Operation(name, compiler, architectures, found.scratch_bytes, found.launch, found.error_text)

@@ -198,7 +198,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
     if parents is None:
         return rows, None
     if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != len(rows):
-        raise ValueError(f"parents must be a list of {len(rows)}, for every micro-batch what each segment follows")
+        raise ValueError(f"parents must hold {len(rows)} lists: for every micro-batch the parent of each segment")
     read = []
     for m, (own, row) in enumerate(zip(parents, parts, strict=True)):
         own = range(-1, len(row) - 1) if own is None else own
@@ -214,7 +214,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
             )
         if len(row[0]) > 1:
             raise ValueError(
-                f"segment_sizes[{m}][0] is {list(row[0])}: siblings follow a segment, and this is the first"
+                f"segment_sizes[{m}][0] is {list(row[0])}: siblings follow a segment, and segment 0 is the first"
             )
         read.append(tuple(own))
     return rows, Trees(tuple(read), tuple(map(tuple, parts)))

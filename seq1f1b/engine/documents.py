@@ -45,7 +45,7 @@ class AskingForDocuments(Part):
         yield
         carries = unit.carried_in is not None or unit.carried_out is not None
         if carries and count > 1 and not unit.is_again and not self._is_told(unit):
-            what, stage = "carries state along a row of several documents, and is not told them", self._step.stage
+            what, stage = "carries state along packed documents, and is not told where they begin", self._step.stage
             stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 
     def _is_told(self, unit: LiveUnit) -> bool:

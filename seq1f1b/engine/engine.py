@@ -379,7 +379,7 @@ class PipelineEngine(OfOneProcess):
             RuntimeError: the engine is not tuned, or not yet.
         """
         if self._runner.tuner is None:
-            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
+            raise RuntimeError('the engine has searched no order: its order was given; give schedule="tuned"')
         found: TunedOrder = self._runner.tuner.found()
         return found
 

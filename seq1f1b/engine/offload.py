@@ -1,38 +1,35 @@
 """Offload: moves tensors saved by F of a unit to a tier, and back before the unit's backward.
 
 The order says when (``csrc/core/unit.h``): O begins to move a unit out, A waits for the move and frees the memory, L
-begins to load the unit, and the backward waits for the load. The C core moves the bytes (``csrc/run/tier.h``): a thread
-to a file, or a GPU's copy engines to pinned host memory. On a GPU a wait holds up the computing stream, not the host: a
-tensor is dropped as soon as the stream is told to wait for the copy, because only later work on the stream can get the
-freed memory. Nothing here decides about the order.
+begins to load the unit, and the backward waits for the load. A tier moves the bytes: a thread to a file
+(``file_tier.py``), or a GPU's copy engines to pinned host memory (``device/host_tier.py``). On a GPU a wait holds up
+the computing stream, not the host: a tensor is dropped as soon as the stream is told to wait for the copy, because only
+later work on the stream can get the freed memory. Nothing here decides about the order.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 import weakref
-from array import array
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _C
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.measure import SavedBytes, storages_of
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.transport.edges import holders
 from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
 
-_SMALLEST = 4096  # bytes of a storage that moves: the tier's blocks are as large
+BLOCK = 4096  # bytes, also of the smallest storage that moves
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -40,7 +37,6 @@ class TierFacts(NamedTuple):
     """Facts of a tier: medium ("ext4", "pinned memory"), room in bytes, and bytes and ns of the last step's moves."""
 
     medium: str
-    is_memory: bool
     room_bytes: int
     bytes_out: int
     bytes_in: int
@@ -48,76 +44,80 @@ class TierFacts(NamedTuple):
     ns_in: int
 
 
-class Tier(OfOneProcess):
-    """The tier of one rank: a handle of the C core.
+@dataclass
+class Load:
+    """A moved unit's room in a tier, from ``begin`` to ``end``; ``parts``: offset and size of each storage."""
+
+    begin: int
+    end: int
+    parts: list[tuple[int, int]]
+    comes_in: bool = False
+
+
+class Tier(OfOneProcess, ABC):
+    """The tier of one rank, which holds loads: each the storages of one unit, under a number.
+
+    A load takes the first gap with enough room. So the tier is as large as the loads that are out at once, and equal
+    steps take equal room. Transfers of each way run one after the other, in the order of the calls.
 
     Args:
         device: device of the tensors that move.
         alignment: bytes by which the memory of loaded tensors is aligned.
-        group: handle of the rank's group: a failure of the group ends a wait.
     """
 
-    num_cells = 0  # of the step's order
+    handle: Any = None  # the core's, if the core makes the transfers
 
-    def __init__(self, handle: object, device: torch.device, alignment: int, group: object) -> None:
-        self.handle: Any = handle
-        self.device, self.alignment, self._group = device, alignment, group
+    def __init__(self, device: torch.device, alignment: int) -> None:
+        self.device, self.alignment = device, alignment
+        self._loads: dict[int, Load] = {}  # that are out
 
     def open(self, gpu: object) -> None:
         """Gives a tier of a GPU the core's handle of the GPU."""
 
-    def begin_step(self, num_cells: int, most_loads: int) -> None:
-        """Prepares the tier for a step. Raises RuntimeError if the tier is broken.
-
-        Args:
-            num_cells: cells of the step's order.
-            most_loads: most units away at once.
-        """
-        self.num_cells = num_cells
-        _C.tier_begin_step(self.handle, most_loads)
-
-    def number(self, stage: int, cell: int) -> int:
-        """Returns a unit's cell counted over all stages, the executor's number for waits, too."""
-        return stage * self.num_cells + cell
+    def begin_step(self, most_loads: int) -> None:
+        """Prepares the tier for a step with so many loads out at once. Raises RuntimeError if the tier is broken."""
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
-        parts = (value for storage in storages for value in (storage.data_ptr(), storage.nbytes()))
-        _C.tier_move(self.handle, True, number, array("q", parts))
+        """Begins to move storages out. Their memory must stay until :meth:`wait` or :meth:`reset`."""
+        sizes = [storage.nbytes() for storage in storages]
+        *offsets, room = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)
+        begin = 0
+        for other in sorted(self._loads.values(), key=lambda load: load.begin):
+            if other.begin - begin >= room:
+                break
+            begin = max(begin, other.end)
+        parts = [(begin + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        self._loads[number] = Load(begin, begin + room, parts)
+        self._begin(number, self._loads[number], storages, [storage.data_ptr() for storage in storages])
 
-    def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
-        _C.tier_move(self.handle, False, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
+    def load(self, number: int, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
+        """Begins to move storages back, to aligned addresses within new ones."""
+        self._loads[number].comes_in = True
+        self._begin(number, self._loads[number], storages, addresses)
 
     def wait(self, number: int) -> None:
-        _C.tier_wait(self.handle, self._group, number)
+        """Waits for the load's last move: the host or, on a GPU, the computing stream."""
+        self._wait(number)
+        if self._loads[number].comes_in:
+            del self._loads[number]
 
+    @abstractmethod
     def step_facts(self) -> TierFacts | None:
         """Returns facts with the last step's ended moves; None once the tier is closed."""
-        return None if self.handle is None else TierFacts(*_C.tier_facts(self.handle))
+
+    def reset(self) -> None:
+        """Ends moves under way, and drops all loads."""
+        self._loads.clear()
 
     def close(self) -> None:
         """Releases the tier's room, once no executor holds the tier."""
         self.handle = None
 
-    def reset(self) -> None:
-        """Ends moves under way. Memory of moved tensors must stay until the end."""
-        _C.tier_reset(self.handle)
+    @abstractmethod
+    def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None: ...
 
-
-def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
-    """Returns a tier in a file, for stages on the CPU.
-
-    Raises:
-        OSError: no file can be made, written and read in the directory.
-    """
-    handle = _C.file_tier(os.fspath(directory))
-    facts = TierFacts(*_C.tier_facts(handle))
-    if facts.is_memory:
-        warnings.warn(
-            f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
-            RuntimeWarning,
-            stacklevel=7,  # where the engine is made
-        )
-    return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group)
+    @abstractmethod
+    def _wait(self, number: int) -> None: ...
 
 
 class Offloading(Part):
@@ -132,6 +132,8 @@ class Offloading(Part):
 
     def start(self, step: StageStep) -> bool:
         self._bytes = 0  # moved out, over all units
+        # A load's number is the cell counted over all stages, for the executor, too.
+        self._first = step.stage.index * len(step.order.places)
         return bool(step.order.moved)
 
     def passes(self) -> Mapping[str, Pass]:
@@ -147,24 +149,21 @@ class Offloading(Part):
     def move_out(self, cell: int, received: Received) -> None:
         """O(m.s): begins to move the tensors saved by F to the tier."""
         away: Away = self._step.units[cell].away
-        away.out(self._tier, self._number(cell))
+        away.out(self._tier, self._first + cell)
         self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
         """A(m.s): waits until the tensors are in the tier, and frees their memory."""
-        self._step.units[cell].away.gone(self._tier, self._number(cell))
+        self._step.units[cell].away.gone(self._tier, self._first + cell)
 
     def load(self, cell: int, received: Received) -> None:
         """L(m.s): allocates memory, and begins to move the tensors back."""
-        self._step.units[cell].away.load(self._tier, self._number(cell))
+        self._step.units[cell].away.load(self._tier, self._first + cell)
         if self._step.measure is not None:
             self._step.measure.note()
 
     def figures(self) -> Mapping[str, Any]:
         return {"moved_bytes": self._bytes}
-
-    def _number(self, cell: int) -> int:
-        return self._tier.number(self._step.stage.index, cell)
 
 
 class Saved:
@@ -240,7 +239,7 @@ class Away(SavedBytes):
         for own in by_storage.values():
             assert own[0].tensor is not None
             storage = own[0].tensor.untyped_storage()
-            if storage.nbytes() >= _SMALLEST and holders(storage) == len(own) and all(s.look() for s in own):
+            if storage.nbytes() >= BLOCK and _holders(storage) == len(own) and all(s.look() for s in own):
                 storages.append(storage)
                 self._moved.append((storage.nbytes(), own))
         self.moved_bytes = sum(size for size, _ in self._moved)
@@ -257,17 +256,23 @@ class Away(SavedBytes):
 
     def load(self, tier: Tier, number: int) -> None:
         """L: allocates memory, and begins to bring the storages back."""
-        addresses = []
+        storages, addresses = [], []
         self.away_bytes = 0
         for size, own in self._moved:
             more = 2 * tier.alignment if tier.alignment > 1 else 0
-            room = torch.empty(size + more, dtype=torch.uint8, device=self._device)
+            room = torch.empty(size + more, dtype=torch.uint8, device=self._device).untyped_storage()
             skipped = -room.data_ptr() % tier.alignment
+            storages.append(room)
             addresses.append(room.data_ptr() + skipped)
             for saved in own:
-                saved.place(room.untyped_storage(), skipped)
-        tier.load(number, addresses, [size for size, _ in self._moved])
+                saved.place(room, skipped)
+        tier.load(number, storages, addresses)
 
     def back(self) -> None:
         """Drops references to loaded tensors, so that the backward frees each tensor after the last use."""
         self._moved.clear()
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """Returns the number of tensors and other holders of the storage, without the given object."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -212,7 +212,7 @@ def _check_blocks(value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
-        raise TypeError(f"Memory.blocks is {value!r}, must be the name of a list of blocks and their share")
+        raise TypeError(f"Memory.blocks is {value!r}, must be (name of a list of blocks, share to recompute)")
     if not callable(value[1]):
         check_share(value[1])
 
@@ -290,9 +290,9 @@ def order_of(
     if is_plan(schedule):
         if isinstance(schedule, str) and not os.path.isfile(schedule):
             near = nearest_name(schedule, (TUNED, *schedules()))
-            raise ValueError(f"there is no schedule named {schedule!r}, and no such file of a plan{near}")
+            raise ValueError(f"there is no schedule named {schedule!r}, and no file of a plan with this name{near}")
         if (num_microbatches, num_segments, segment_sizes) != (None, 1, None):
-            raise ValueError("a plan stands for num_microbatches, num_segments and segment_sizes: give none of them")
+            raise ValueError("a plan stands for num_microbatches, num_segments and segment_sizes: leave these out")
         plan = schedule if isinstance(schedule, (Plan, TunedOrder)) else load_plan(schedule)
         planned = plan.engine_arguments()
         return planned.pop("schedule"), planned

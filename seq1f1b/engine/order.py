@@ -81,7 +81,7 @@ def plain_schedule(
     counts = (num_ranks, options.num_microbatches, options.num_segments)
     schedule = build(source, *counts, stages_per_rank)
     if schedule.rows is not None:
-        raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
+        raise ValueError("the schedule is for rows of unequal segments: give its name, and segment_sizes to every step")
     found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
     if found != counts:
         raise ValueError(

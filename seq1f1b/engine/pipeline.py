@@ -18,7 +18,8 @@ from torch import nn
 
 from seq1f1b import _C, where
 from seq1f1b.above import above
-from seq1f1b.engine.offload import Tier, file_tier
+from seq1f1b.engine.file_tier import FileTier
+from seq1f1b.engine.offload import Tier
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.replicas import check_parts, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
@@ -53,7 +54,7 @@ class EdgeReport:
     Attributes:
         peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between GPUs
-            "copy", "nccl", or "host" (host memory, over "shm" or "c10d").
+            also "copy" or "nccl".
         rate: between GPUs: bytes per second of the test message at set-up; else 0.
         why: between GPUs: the reason for this transport, in words.
     """
@@ -151,7 +152,7 @@ class Pipeline(OfOneProcess):
             tier: Tier = host_tier(self.device, self.group)
             return tier
         where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
-        return file_tier(place, self.group.group)
+        return FileTier(place, self.group.group)
 
     @property
     def is_between_gpus(self) -> bool:
@@ -275,8 +276,8 @@ def _places(module: Any) -> Iterator[tuple[int, int]]:
         is_pair = isinstance(place, tuple) and len(place) == 2 and all(type(number) is int for number in place)
         if not is_pair or not 0 <= place[0] < place[1]:
             raise ValueError(
-                f"pipeline_place of {type(module).__name__} is {place!r}, must be (index, count): which of how many "
-                "stages of a model it is"
+                f"pipeline_place of {type(module).__name__} is {place!r}, must be (index, count): the stage's index, "
+                "and the number of stages of the model"
             )
         yield place
     elif isinstance(module, nn.Module):

@@ -298,7 +298,7 @@ class Runner:
             _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
             run = through_host(run, pipeline.device, pipeline.gpu)
         if pipeline.tier is not None:
-            pipeline.tier.begin_step(order.num_cells, order.most_away)
+            pipeline.tier.begin_step(order.most_away)
         start = time.perf_counter()
         with inside_step(), on_device, ExitStack() as around:
             step.around = around
@@ -312,6 +312,7 @@ class Runner:
                 array("q", step.batch.sizes),
                 run,
                 step.fill,
+                None if pipeline.tier is None else pipeline.tier.wait,
                 lambda length: array("q", step.prepare(length)),
                 views,
                 *(array("q", values) for values in step.batch.siblings),

@@ -128,6 +128,9 @@ class StageStep:
         # A hook that no part has costs nothing.
         self._around = [part.around for part in self.parts if type(part).around is not Part.around]
         self._returned = [part.returned for part in self.parts if type(part).returned is not Part.returned]
+        self._after = [
+            part.after_backward for part in self.parts if type(part).after_backward is not Part.after_backward
+        ]
         passes: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
         for part in self.parts:
             passes |= part.passes()
@@ -138,7 +141,7 @@ class StageStep:
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
         for part in self.stage.features:
             part._step = None
-        self.parts, self._around, self._returned, self.measure = [], [], [], None
+        self.parts, self._around, self._returned, self._after, self.measure = [], [], [], [], None
         self._source = self._sink = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -194,8 +197,8 @@ class StageStep:
         output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
         if unit.auxiliary and len(paths) > 1:
             raise ValueError(
-                "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
-                "share; verify a step of rows"
+                "verify over trees cannot compare losses of add_loss, which count the tokens of several paths once; "
+                "verify a step of rows"
             )
         return output
 
@@ -225,8 +228,8 @@ class StageStep:
                 torch.autograd.backward(roots, seeds)
         if unit.carried_in is not None:
             unit.carry_back()
-        for part in self.parts:
-            part.after_backward(unit, received)
+        for after in self._after:
+            after(unit, received)
         returned = None if self._source.give_back is None else self._source.give_back(unit)
         unit.forget()
         return returned

@@ -177,7 +177,7 @@ class TiedParameters:
             if len({kind for _, kind, *_ in copies}) > 1:
                 raise Disagreement(
                     f"tied parameter {name!r} differs between ranks {ranks}: "
-                    f"{'; '.join(f'{text} is {kind}' for text, kind, *_ in copies)}. Copies of one parameter are alike"
+                    f"{'; '.join(f'{text} is {kind}' for text, kind, *_ in copies)}. Copies must be alike in all of it"
                 )
             hooks = [f"{text} has {num}" for text, _, num, _ in copies if num]
             if hooks and len(copies) > 1:

@@ -202,8 +202,8 @@ class VocabularyParallelHead(VocabularyShard):
         unknown = [name for name in target if name not in ("labels", *self.per_token)]
         if unknown or "labels" not in target:
             raise ValueError(
-                f"the target is a dict of {list(target)}, must hold 'labels', and else what the "
-                f"VocabularyParallelHead's per_token={self.per_token} names"
+                f"the target is a dict of {list(target)}, must hold 'labels', and no other names than those of the "
+                f"VocabularyParallelHead's per_token={self.per_token}"
             )
         labels = target["labels"]
         for name in target:

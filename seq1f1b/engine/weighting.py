@@ -112,11 +112,11 @@ class Weighting:
             total = last.wrappers[0].sum(total, self._device)
         elif self.options.sequence_parallel[1] > 1:
             raise ValueError(
-                "loss_fn returned its sum and its divisor; with sequence_parallel= they are added up over the ranks of "
-                "DDP or FSDP2: put the stage under one of them"
+                "loss_fn returned its sum and its divisor; with sequence_parallel= the ranks of DDP or FSDP2 add up "
+                "sums and divisors: put the stage under DDP or FSDP2"
             )
         if not total:
-            last.findings.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
+            last.findings.say("the divisors that loss_fn returned in this step are all 0: gradients stay as they were")
         return (divisor or 1.0) / total if total else 0.0
 
     def tell_of_counts(self, last: Any) -> None:
@@ -127,8 +127,8 @@ class Weighting:
             return
         if not sum(counts):
             last.findings.say(
-                "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
-                "nothing to gradients"
+                "no target of this step is counted, all are -100 or have the weight 0: losses are 0, and gradients "
+                "stay as they were"
             )
         elif arguments.training and len(set(counts)) > 1 and says_nothing and not self.batch.by_targets:
             last.findings.say(

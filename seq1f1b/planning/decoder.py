@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 import seq1f1b.attention.causal as ops
-from seq1f1b import _C, where
+from seq1f1b import where
+from seq1f1b.engine.file_tier import FileTier
 from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
@@ -88,7 +89,7 @@ def check_decoder(model: ModelShape, seq_len: int) -> None:
             "seq1f1b.planning.profiler.measure_stage"
         )
     if (model.head_dim or model.hidden // model.heads) % 2:
-        raise ValueError(f"rotary positions need an even head size, this is {model.head_dim or model.hidden}")
+        raise ValueError(f"rotary positions need an even head size, got {model.head_dim or model.hidden}")
 
 
 def profile_model(
@@ -233,7 +234,7 @@ def _settings(
         where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
     if offload is not None and offload is not HOST:
         offload = os.fspath(offload)
-        _C.file_tier(offload)
+        FileTier(offload, None).close()
     check_decoder(model, seq_len)
     return {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
 

@@ -147,7 +147,7 @@ class PrefixTrees:
             ValueError: a number is out of range or repeated.
         """
         if len(set(trees)) != len(trees) or any(not 0 <= tree < len(self) for tree in trees):
-            raise ValueError(f"trees are {list(trees)}: must be numbers of 0..{len(self) - 1}, no one twice")
+            raise ValueError(f"trees are {list(trees)}: must be numbers of 0..{len(self) - 1}, each at most once")
         other = copy.copy(self)
         other.shapes = tuple(self.shapes[tree] for tree in trees)
         other.tokens, other.targets = [self.tokens[tree] for tree in trees], [self.targets[tree] for tree in trees]
@@ -233,7 +233,7 @@ class _Rows:
         for row, (values, length) in enumerate(zip(given, self.lengths, strict=True)):
             if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != length:
                 count = len(values) if isinstance(values, Tensor) and values.dim() else "no"
-                raise ValueError(f"{name} of row {row} has {count} values, the row has {length} tokens: each has one")
+                raise ValueError(f"{name} of row {row} has {count} values, must have one for each of {length} tokens")
         return torch.cat([values.detach().cpu() for values in given]).contiguous()
 
     def shaped(self, flat: Tensor, fill: float) -> Tensor | list[Tensor]:

@@ -345,7 +345,7 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
     if layout.vocabulary not in ("ends", "ranks"):
         raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
     if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
-        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
+        raise ValueError("vocabulary 'ranks' needs a model with vocab, and head_in_loss, as the shards hold the loss")
     if layout.layers is not None and (
         len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
     ):

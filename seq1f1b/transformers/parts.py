@@ -154,7 +154,7 @@ def make_shards(
         if type(module) is not kind:
             what = f"{name!r} is a {type(module).__name__}, not a plain nn.{kind.__name__}"
         elif any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
-            what = f"{name!r} has options of nn.Embedding that a shard has not"
+            what = f"{name!r} has options of nn.Embedding that a shard does not take"
         elif name not in sides:
             what = f"{name!r} is a part of a module that does more"
         if what:

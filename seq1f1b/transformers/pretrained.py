@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.engine.engine import PipelineEngine
-from seq1f1b.transformers.saving import num_bytes, save_together, together
+from seq1f1b.transformers.saving import save_together, together
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (
     INDEX,
@@ -109,7 +109,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             if not written:
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
-        return [{name: num_bytes([tensor]) for name, tensor in load_file(shard).items()} for shard in shards]
+        return [{name: tensor.nbytes for name, tensor in load_file(shard).items()} for shard in shards]
 
     def names(contents: list[list[dict[str, int]]]) -> dict[str, str]:
         total, before = sum(map(len, contents)), sum(map(len, contents[: engine.rank]))
@@ -129,8 +129,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
     def is_old(name: str) -> bool:
         return name not in saved and (name == INDEX or IS_SHARD.fullmatch(name) is not None)
 
-    own = [*(tensor for stage in stages for tensor in stage.state_dict().values()), *vocabulary.values()]
-    save_together(engine, folder, _FAILED.format(folder), num_bytes(own), write, names, is_old)
+    save_together(engine, folder, _FAILED.format(folder), write, names, is_old)
 
 
 @contextmanager
@@ -209,8 +208,7 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
             found |= {os.path.join(path, name): os.path.normpath(os.path.join(place, name)) for name in files}
         return found
 
-    needed = num_bytes(p for stage in stages for p in stage.parameters() if p.requires_grad)
-    save_together(engine, folder, _FAILED.format(folder), needed, write, join)
+    save_together(engine, folder, _FAILED.format(folder), write, join)
 
 
 def _load_adapters(stage: CausalLMStage, folder: str) -> None:

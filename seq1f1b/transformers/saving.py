@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, as_kept, optimized
 from seq1f1b.engine.engine import PipelineEngine
-from seq1f1b.files import keep_mode, no_room
+from seq1f1b.files import keep_mode
 
 __all__: list[str] = []
 
@@ -33,15 +33,10 @@ class Ranks(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]: ...
 
 
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def save_together(
     ranks: Ranks,
     folder: str,
     failed: str,
-    needed: int,
     write: Callable[[str], _Told],
     names: Callable[[list[_Told]], Mapping[str, str]] | None = None,
     is_old: Callable[[str], bool] = lambda name: False,
@@ -50,7 +45,6 @@ def save_together(
 
     Args:
         failed: beginning of an error's message.
-        needed: bytes of this rank's files.
         write: writes this rank's files to a given temporary folder; returns a value for the other ranks.
         names: takes the values of all ranks, by rank. Returns path -> final name for this rank's files, and may write
             more files. None: files keep their names.
@@ -82,53 +76,24 @@ def save_together(
                 os.remove(os.path.join(folder, name))
 
     try:
-        together(ranks, failed, begin, room=(folder, needed))
+        together(ranks, failed, begin)
         everyones: list[_Told] = ranks.all_gather_object(told[0])
-        together(ranks, failed, find_places, room=(folder, needed))
+        together(ranks, failed, find_places)
         together(ranks, failed, move)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def together(
-    ranks: Ranks,
-    failed: str,
-    action: Callable[[], None],
-    kind: type[Exception] = OSError,
-    room: tuple[str, int] | None = None,
-) -> None:
-    """Runs an action on each rank; an error on any rank is raised on all, as ``kind``.
-
-    Args:
-        room: a folder, and the number of bytes written there by this rank. If the disk of a rank is full, the error
-            says how many bytes all ranks need and how many were free.
-    """
-    problem, lacks, free = None, "", 0
+def together(ranks: Ranks, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
+    """Runs an action on each rank; an error on any rank is raised on all, as ``kind``."""
+    problem = None
     try:
-        free = _free(room[0]) if room is not None else 0
         action()
     except Exception as error:
         problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-        lacks = no_room(error) or ""
-    everyones = ranks.all_gather_object((problem, lacks, free, room[1] if room is not None else 0))
-    full = next(((lacks, free) for _, lacks, free, _ in everyones if lacks), None)
-    if full is not None and room is not None:
-        needed = sum(theirs for *_, theirs in everyones)
-        raise kind(
-            f"{failed}: saving to {room[0]} needs about {needed / 2**30:.3g} GiB, {full[1] / 2**30:.3g} GiB were "
-            f"free ({full[0]}): make room there or choose another folder"
-        )
-    problems = [text for text, *_ in everyones if text]
+    problems = [text for text in ranks.all_gather_object(problem) if text]
     if problems:
         raise kind(f"{failed}: {'; '.join(problems)}")
-
-
-def _free(folder: str) -> int:
-    """Returns the free bytes for a folder, which may not exist yet."""
-    folder = os.path.abspath(folder)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return shutil.disk_usage(folder).free
 
 
 _SCHEDULER = "scheduler.json"
@@ -153,7 +118,7 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
         return match is not None and int(match[1]) != engine.num_ranks
 
     failed = f"no optimizer state was written to {folder}"
-    save_together(engine, folder, failed, num_bytes(tensors.values()), write, is_old=is_old)
+    save_together(engine, folder, failed, write, is_old=is_old)
 
 
 def check_resumable(folder: str) -> None:
@@ -203,7 +168,7 @@ def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
     def write(unfinished: str) -> None:
         save_file({str(i): state for i, state in enumerate(states)}, _file(unfinished, "rng", ranks))
 
-    save_together(ranks, folder, f"no random state was written to {folder}", num_bytes(states), write)
+    save_together(ranks, folder, f"no random state was written to {folder}", write)
 
 
 def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:

@@ -56,11 +56,6 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
 
 
-def holders(storage: torch.UntypedStorage) -> int:
-    """Returns the number of tensors and other holders of the storage, without the given object."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1
-
-
 def leave_place(views: Sequence[Tensor | None]) -> bool:
     """Copies received tensors with further holders before the next message overwrites their place.
 

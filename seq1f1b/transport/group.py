@@ -204,7 +204,7 @@ class RankGroup(OfOneProcess, ABC):
         """
         if self._acknowledged:
             raise _C.PipelineError(
-                "a step has failed, and the ranks meet again in the next step or eval: call it first"
+                "a step has failed, and the ranks meet again in the next step or eval: call step or eval first"
             )
         try:
             yield
@@ -271,7 +271,7 @@ class RankGroup(OfOneProcess, ABC):
     def _will_not_meet(self, failure: Failure) -> _C.PipelineError:
         """Returns the error for a failed meeting in this step, because a rank has passed the step."""
         if not failure.text:
-            failure = failure._replace(text=f"it has come to a later step, this rank is in step {self.step}")
+            failure = failure._replace(text=f"the rank has come to a later step, this rank is in step {self.step}")
         self._met_failure = failure._replace(step=self.step)
         return failure.error()
 

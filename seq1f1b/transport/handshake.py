@@ -82,7 +82,7 @@ class Handshake:
             except OSError as error:
                 raise ConnectionError(f"rank {peer} did not answer: {error}") from error
             if not hmac.compare_digest(token, self.token) or answered_by != peer:
-                raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
+                raise ConnectionError(f"another process answers in the name of rank {peer}")
         met, self._met = self._met, {}
         return met
 

@@ -356,7 +356,7 @@ class StoreRank(ProcessRank):
         if not self._agree_whether_it_begins("yes"):
             self._ask(self._exchange_failure)
             self.check()
-            raise self._failure(self.rank, "another rank left the pipeline's set-up as it ended")
+            raise self._failure(self.rank, "another rank ended in the pipeline's set-up")
         for lifeline in self._lifelines.values():
             lifeline.begin()
 

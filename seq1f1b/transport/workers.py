@@ -58,13 +58,19 @@ class Worker:
             TimeoutError: no answer within ``limit_s`` seconds; the task may still run.
             ConnectionError: the thread has ended.
         """
-        answer, deadline = self.put(task), time.monotonic() + limit_s
+        return self.wait(self.put(task), limit_s, look)  # type: ignore[no-any-return]
+
+    def wait(
+        self, answer: queue.SimpleQueue[Any], limit_s: float = math.inf, look: Callable[[], None] = lambda: None
+    ) -> Any:
+        """Waits for the answer to a task given by :meth:`put`, as :meth:`ask` does."""
+        deadline = time.monotonic() + limit_s
         while True:
             with contextlib.suppress(queue.Empty):
                 value, error = answer.get(timeout=0.05)
                 if error is not None:
                     raise error
-                return value  # type: ignore[no-any-return]
+                return value
             look()
             if not self._thread.is_alive() and answer.empty():
                 raise ConnectionError(f"{self._thread.name} has ended")

@@ -70,21 +70,6 @@ class GainsOfBlocks(Base):
         return x
 
 
-class CountingBlock(Mlp):
-    def __init__(self, index: int = 0) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))  # else double() would make one for each
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
-
-
-def share_calls(model: Any) -> None:
-    for block in model.blocks:
-        block.calls = model.blocks[0].calls
-
-
 def freeze(model: Any) -> None:
     model.words.requires_grad_(False)
     model.blocks[1].requires_grad_(False)

@@ -67,9 +67,6 @@ CASES: dict[str, Case] = {
     "buffers": Case(decoders.Buffers, engine=True),
     "running statistics": Case(partial(Base, decoders.RunningBlock)),
     "a plain tensor of a block": Case(decoders.GainsOfBlocks),
-    "a buffer that blocks share and change": Case(
-        changed(decoders.share_calls, partial(Base, decoders.CountingBlock)), says="changes buffer .*calls"
-    ),
     "frozen": Case(changed(decoders.freeze), engine=True),
     "mixed dtypes": Case(decoders.mixed),
     # control flow

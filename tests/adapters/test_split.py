@@ -156,7 +156,7 @@ class Backwards(Chain):
         (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
         (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
         (Asks, {"num_stages": 2}, "the stages of Asks do not compute what it does, .* output is off by"),
-        (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: it is a number"),
+        (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: item is a number"),
         (Offset, {"num_stages": 2}, r"Offset cannot be cut: it uses token_offset\(\), .*: use positions"),
         (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
     ],

@@ -59,18 +59,12 @@ def by_name(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
     return {p: (0.0 if "embedding" in n or "bias" in n else 0.5, 0.2 if n.startswith("a.") else 0.1) for n, p in named}
 
 
-def by_list(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
-    names = ["embedding.weight", "b.weight", "blocks.0.1.weight"]
-    return {p: (0.0 if n in names else 0.5, 0.1) for n, p in named}
-
-
 def by_attribute(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
     return {p: (0.0 if hasattr(p, "no_weight_decay") else 0.5, 0.1 * getattr(p, "lr_scale", 1.0)) for _, p in named}
 
 
 GROUPS: dict[str, Callable[[Named], dict[nn.Parameter, tuple[float, float]]]] = {
     "by name": by_name,
-    "by a list of names": by_list,
     "by attribute": by_attribute,
 }
 

@@ -6,6 +6,7 @@ import copy
 import math
 import platform
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -203,6 +204,28 @@ def test_autocast_casts_as_torchs_attention_does() -> None:
     ours.backward(torch.ones_like(ours))
     assert q.grad is not None and q.grad.dtype == torch.float32
     assert low.grad is not None and low.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_frozen_sinks_and_sinks_alone(in_step: bool) -> None:
+    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    sinks = OPTIONS["sinks"]["sinks"].double().requires_grad_()  # type: ignore[attr-defined]
+    expected = torch.autograd.grad(formula(*qkv, sinks=sinks), sinks, dout)[0]
+
+    def attend(qkv: list[Tensor], sinks: Tensor) -> None:
+        step = SimulatedStep([12])
+        with step.unit("F", 0, 0) if in_step else nullcontext():
+            out = causal_attention(*qkv, layer=0, sinks=sinks)
+        with step.unit("B", 0, 0) if in_step else nullcontext():
+            out.backward(dout)
+
+    attend(qkv, sinks)
+    torch.testing.assert_close(sinks.grad, expected, rtol=1e-10, atol=1e-12)
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    attend(leaves, sinks.detach())
+    truth = gradients(lambda *t: formula(*t, sinks=sinks.detach()), *qkv, dout)
+    for leaf, exact in zip(leaves, truth[1:], strict=True):
+        torch.testing.assert_close(leaf.grad, exact, rtol=1e-10, atol=1e-12)
 
 
 def test_positions_and_offset() -> None:

@@ -8,6 +8,7 @@
 #include "model/memory.h"
 #include "run/arena.h"
 #include "run/executor.h"
+#include "schedules/vocabulary.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -15,7 +16,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { MAX_RANKS = 4, MAX_EDGES = 2 * MAX_RANKS, ARENA_BYTES = 8 << 20, SEQUENCE = 24 };
+enum { MAX_RANKS = 4, MAX_EDGES = 16, ARENA_BYTES = 8 << 20, SEQUENCE = 24 };
 static const int64_t SECOND = 1000000000;
 
 typedef struct {
@@ -28,20 +29,16 @@ typedef struct {
     s1f_edge_end *ends[MAX_RANKS][MAX_EDGES];
 } pipeline;
 
-typedef struct { /* a unit that ran, and what it computed */
-    s1f_unit unit;
-    int32_t num_inputs, num_sends, sum;
-} seen_unit;
-
 typedef struct { /* one rank: its executor's context, and what it saw */
     pipeline *p;
     int32_t rank;
     s1f_kv_cache *cache;
     s1f_executor *executor;
-    int64_t step, num_run; /* units run in this step */
-    int64_t fail_at;       /* unit that fails, by its place in the rank's order; -1: none */
-    int32_t kept;          /* results handed out and not released yet, one per SEND */
-    seen_unit seen[8];
+    int64_t step, num_run;           /* units run in this step */
+    int64_t fail_at;                 /* unit that fails, by its place in the rank's order; -1: none */
+    int32_t kept;                    /* results handed out and not released yet, one per SEND */
+    int64_t num_inputs;              /* messages that its units received */
+    int32_t most_inputs, most_sends; /* of one unit */
     s1f_status status;
     char error[512];
 } rank_state;
@@ -52,14 +49,16 @@ typedef struct { /* what a unit hands out */
 
 /* -- a pipeline of threads --------------------------------------------------------------------------------------- */
 
-static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
+/* Over an order of Seq1F1B, which it takes over. */
+static pipeline make_pipeline_of(s1f_schedule *schedule)
 {
-    pipeline made = {.num_ranks = num_ranks,
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t num_ranks = shape.num_ranks;
+    pipeline made = {.schedule = schedule,
+                     .num_ranks = num_ranks,
                      .num_stages = num_ranks,
-                     .num_segments = num_segments,
-                     .num_microbatches = num_microbatches};
-    CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, NULL, &made.schedule), S1F_OK,
-                 "");
+                     .num_segments = shape.num_segments,
+                     .num_microbatches = shape.num_microbatches};
     CHECK_STATUS(s1f_schedule_lower(made.schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made.program), S1F_OK,
                  "");
 
@@ -72,7 +71,7 @@ static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num
     }
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(made.program, &num_edges);
-    CHECK(num_edges == 2 * (num_ranks - 1));
+    CHECK(num_edges <= MAX_EDGES);
     for (int32_t i = 0; i < num_edges; i++) {
         int fd = memfd_create("test_executor", MFD_CLOEXEC);
         CHECK(fd >= 0 && ftruncate(fd, ARENA_BYTES) == 0);
@@ -86,6 +85,19 @@ static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num
                                    &made.ends[destination][i]) == S1F_OK);
     }
     return made;
+}
+
+static s1f_schedule *build(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
+{
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_build("seq1f1b", num_ranks, num_microbatches, num_segments, 1, NULL, &schedule), S1F_OK,
+                 "");
+    return schedule;
+}
+
+static pipeline make_pipeline(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
+{
+    return make_pipeline_of(build(num_ranks, num_microbatches, num_segments));
 }
 
 static void free_pipeline(pipeline *p)
@@ -198,10 +210,13 @@ static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t 
 
 /* -- steps ------------------------------------------------------------------------------------------------------- */
 
-static void make_rank(rank_state *state, pipeline *p, int32_t rank)
+typedef s1f_status run_unit(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
+                            int32_t num_sends, s1f_result *result);
+
+static void make_rank(rank_state *state, pipeline *p, int32_t rank, run_unit *run_of_unit)
 {
     *state = (rank_state){.p = p, .rank = rank, .fail_at = -1};
-    s1f_compute compute = {.context = state, .run = run, .release = release, .segment_sizes = segment_sizes};
+    s1f_compute compute = {.context = state, .run = run_of_unit, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
@@ -270,9 +285,9 @@ static void test_a_failing_unit(void)
 {
     enum { RANKS = 3, MICROBATCHES = 2, SEGMENTS = 2, UNITS = 2 * MICROBATCHES * SEGMENTS };
     rank_state states[RANKS];
-    pipeline p = make_pipeline("seq1f1b", RANKS, MICROBATCHES, SEGMENTS);
+    pipeline p = make_pipeline(RANKS, MICROBATCHES, SEGMENTS);
     for (int32_t rank = 0; rank < RANKS; rank++)
-        make_rank(&states[rank], &p, rank);
+        make_rank(&states[rank], &p, rank, run);
     int64_t number = 0;
     for (int32_t failing = 0; failing < RANKS; failing++)
         for (int64_t n = 0; n < UNITS; n++) {
@@ -303,92 +318,60 @@ static void test_a_failing_unit(void)
 
 /* -- several messages ---------------------------------------------------------------------------------------------- */
 
-static s1f_instruction *instruction_of(const pipeline *p, int32_t rank, s1f_opcode opcode, s1f_unit unit)
+/* The unit's cell and stage, and the pass, as a number. */
+static int32_t number_of(s1f_unit unit)
 {
-    int64_t count;
-    s1f_instruction *own = (s1f_instruction *)(uintptr_t)s1f_program_instructions(p->program, rank, &count);
-    for (int64_t i = 0; i < count; i++)
-        if (own[i].opcode == (int32_t)opcode && memcmp(&own[i].unit, &unit, sizeof unit) == 0)
-            return &own[i];
-    CHECK(!"the program has the instruction");
-    return NULL;
+    return 1000 * unit.stage + 100 * unit.microbatch + 10 * unit.segment + unit.pass;
 }
 
-/* Moves an instruction of one rank to before another. */
-static void move_before(s1f_instruction *moved, s1f_instruction *before)
-{
-    s1f_instruction held = *moved;
-    for (; moved < before - 1; moved++)
-        moved[0] = moved[1];
-    for (; moved > before; moved--)
-        moved[0] = moved[-1];
-    *moved = held;
-}
-
-/* Adds up what it receives, and the rank. */
-static s1f_status add_up(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
-                         int32_t num_sends, s1f_result *result)
+/* Hands over the unit's number, and reads those of the units whose results it receives. */
+static s1f_status count_messages(void *context, const s1f_current_unit *unit, const s1f_input *inputs,
+                                 int32_t num_inputs, int32_t num_sends, s1f_result *result)
 {
     rank_state *state = context;
-    int32_t sum = 1;
+    const s1f_edges *edges = state->p->program->edges;
     for (int32_t i = 0; i < num_inputs; i++) {
-        const s1f_tensor_header *tensor = &inputs[i].message->tensors[0];
-        sum = 10 * sum + *(const int32_t *)((const char *)inputs[i].payload + tensor->offset);
+        const s1f_message *message = inputs[i].message;
+        s1f_unit maker = {message->pass, edges->edges[inputs[i].edge].source_stage, unit->unit.microbatch,
+                          unit->unit.segment};
+        int32_t data = *(const int32_t *)((const char *)inputs[i].payload + message->tensors[0].offset);
+        CHECK(data == number_of(maker) && s1f_pass_makes(maker.pass, edges->edges[inputs[i].edge].product));
     }
-    state->seen[state->num_run++] = (seen_unit){unit->unit, num_inputs, num_sends, sum};
-    hand_over(state, unit, sum, num_sends, result);
+    state->num_run++;
+    state->num_inputs += num_inputs;
+    state->most_inputs = num_inputs > state->most_inputs ? num_inputs : state->most_inputs;
+    state->most_sends = num_sends > state->most_sends ? num_sends : state->most_sends;
+    hand_over(state, unit, number_of(unit->unit), num_sends, result);
     return S1F_OK;
 }
 
-static void check_seen(const rank_state *state, s1f_unit unit, int32_t num_inputs, int32_t num_sends, int32_t sum)
-{
-    for (int64_t i = 0; i < state->num_run; i++) {
-        const seen_unit *seen = &state->seen[i];
-        if (memcmp(&seen->unit, &unit, sizeof unit) == 0) {
-            CHECK(seen->num_inputs == num_inputs && seen->num_sends == num_sends && seen->sum == sum);
-            return;
-        }
-    }
-    CHECK(!"the unit ran");
-}
-
-/* The lowered program of three ranks, in which the middle one's F0.0 waits for two messages and its F0.1 sends its
- * result to both neighbours, in place of the gradient that B0.1 would send. */
+/* With a vocabulary over three ranks T waits for two others' S, which each S sends to two others. */
 static void test_several_messages(void)
 {
-    rank_state states[3];
-    pipeline p = make_pipeline("gpipe", 3, 1, 2);
-    s1f_unit first = {S1F_PASS_FORWARD, 1, 0, 0}, second = {S1F_PASS_FORWARD, 1, 0, 1};
-    s1f_unit backward = {S1F_PASS_BACKWARD, 1, 0, 1};
-    move_before(instruction_of(&p, 1, S1F_OP_WAIT, second), instruction_of(&p, 1, S1F_OP_RUN, first));
-    s1f_instruction *gradient = instruction_of(&p, 1, S1F_OP_SEND, backward);
-    gradient->unit = second;
-    p.program->edges->edges[gradient->edge].sender[gradient->sequence] = 1; /* F0.1 in the order of its rank */
-    move_before(gradient, instruction_of(&p, 1, S1F_OP_SEND, second));
-    for (int32_t rank = 0; rank < 3; rank++) {
-        make_rank(&states[rank], &p, rank);
-        s1f_executor_free(states[rank].executor);
-        s1f_compute compute = {
-            .context = &states[rank], .run = add_up, .release = release, .segment_sizes = segment_sizes};
-        CHECK_STATUS(s1f_executor_create(p.program, rank, p.groups[rank], states[rank].cache, p.ends[rank], 1, &compute,
-                                         &states[rank].executor),
-                     S1F_OK, "");
-    }
-    for (int64_t number = 1; number <= 2; number++) {
-        step(states, 3, number);
-        for (int32_t rank = 0; rank < 3; rank++)
-            CHECK_STATUS(states[rank].status, S1F_OK, "");
-        check_seen(&states[1], first, 2, 1, 111);
-        check_seen(&states[1], second, 0, 2, 1);
-        check_seen(&states[2], (s1f_unit){S1F_PASS_FORWARD, 2, 0, 0}, 1, 0, 121);
-        check_seen(&states[2], (s1f_unit){S1F_PASS_FORWARD, 2, 0, 1}, 1, 0, 11);
-        check_seen(&states[1], backward, 1, 0, 11);
-        check_seen(&states[0], (s1f_unit){S1F_PASS_BACKWARD, 0, 0, 1}, 1, 0, 11); /* of F0.1, not of B0.1 */
-        for (int32_t rank = 0; rank < 3; rank++)
-            CHECK(states[rank].kept == 0);
-    }
-    for (int32_t rank = 0; rank < 3; rank++)
+    enum { RANKS = 3 };
+    rank_state states[RANKS];
+    double seconds[RANKS * 2] = {1, 1, 1, 1, 1, 1};
+    const double *passes[S1F_MAX_PASSES];
+    for (int pass = 0; pass < S1F_MAX_PASSES; pass++)
+        passes[pass] = seconds;
+    s1f_schedule *plain = build(RANKS, 2, 2), *spread = NULL;
+    CHECK_STATUS(s1f_schedule_spread_vocabulary(plain, S1F_SPREAD_OUTPUT, 0, passes, &spread), S1F_OK, "");
+    s1f_schedule_free(plain);
+    pipeline p = make_pipeline_of(spread);
+    int64_t num_inputs = 0, num_messages = 0;
+    for (int32_t e = 0; e < p.program->edges->num_edges; e++)
+        num_messages += p.program->edges->edges[e].num_messages;
+    for (int32_t rank = 0; rank < RANKS; rank++)
+        make_rank(&states[rank], &p, rank, count_messages);
+    step(states, RANKS, 1);
+    for (int32_t rank = 0; rank < RANKS; rank++) {
+        CHECK_STATUS(states[rank].status, S1F_OK, "");
+        CHECK(states[rank].kept == 0 && states[rank].num_run == p.program->ranks[rank].num_units);
+        CHECK(states[rank].most_inputs == 2 && states[rank].most_sends >= 2);
+        num_inputs += states[rank].num_inputs;
         free_rank(&states[rank]);
+    }
+    CHECK(num_inputs == num_messages);
     free_pipeline(&p);
 }
 
@@ -403,9 +386,9 @@ static s1f_status other_sizes(void *context, int64_t sequence_length, int64_t *s
 static void test_refusals(void)
 {
     rank_state states[2];
-    pipeline p = make_pipeline("seq1f1b", 2, 1, 2);
+    pipeline p = make_pipeline(2, 1, 2);
     for (int32_t rank = 0; rank < 2; rank++)
-        make_rank(&states[rank], &p, rank);
+        make_rank(&states[rank], &p, rank, run);
     s1f_executor *executor = states[0].executor;
     s1f_group_begin_step(p.groups[0], 1);
     CHECK_STATUS(s1f_executor_step(executor, 1, 1, 0, NULL, NULL), S1F_ERR_ARG, "inputs are needed there");
@@ -439,7 +422,7 @@ static void test_refusals(void)
 
 static void test_allocations_fail_in_turn(void)
 {
-    pipeline p = make_pipeline("seq1f1b", 1, 2, 3);
+    pipeline p = make_pipeline(1, 2, 3);
     rank_state state = {.p = &p, .fail_at = -1};
     s1f_compute compute = {.context = &state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state.cache), S1F_OK, "");

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 static const char LIBRARY[] = ""; /* this program: the stand-ins are linked with it */
-enum { BUFFERS = 3, BYTES = 6000, UNITS = 4, WAVES = 2 };
+enum { BUFFERS = 3, BYTES = 6000, ROOM = 8192, UNITS = 4, WAVES = 2 };
 
 static int slow; /* under valgrind: fewer timings */
 
@@ -59,7 +59,7 @@ static int drained(void)
 
 typedef struct {
     s1f_device *device;
-    s1f_tier *tier;
+    s1f_host_tier *tier;
     CUstream compute;
     CUdeviceptr buffers[BUFFERS];
 } scene;
@@ -108,7 +108,7 @@ static void open_scene(scene *s, uint64_t seed)
 static void close_scene(scene *s)
 {
     int is_stuck = s->device->is_stuck;
-    s1f_tier_free(s->tier);
+    s1f_host_tier_free(s->tier);
     stand_in_damage("", 0, STAND_IN_CORRUPT);
     CHECK(drained());
     s1f_device_free(s->device);
@@ -124,19 +124,19 @@ static void close_scene(scene *s)
 static s1f_status begin_step(const scene *s)
 {
     s1f_status status = s1f_device_begin_step(s->device, s->compute);
-    return status == S1F_OK ? s1f_tier_begin_step(s->tier, UNITS) : status;
+    return status == S1F_OK ? s1f_host_tier_begin_step(s->tier, UNITS) : status;
 }
 
 static s1f_status out(const scene *s, int64_t number, int buffer, int64_t bytes)
 {
-    s1f_tier_part part = {host(s->buffers[buffer]), bytes};
-    return s1f_tier_out(s->tier, number, &part, 1);
+    s1f_tier_part part = {host(s->buffers[buffer]), bytes, number * ROOM};
+    return s1f_host_tier_move(s->tier, 1, number, &part, 1);
 }
 
 static s1f_status in(const scene *s, int64_t number, int buffer, int64_t bytes)
 {
-    s1f_tier_part part = {host(s->buffers[buffer]), bytes};
-    return s1f_tier_in(s->tier, number, &part, 1);
+    s1f_tier_part part = {host(s->buffers[buffer]), bytes, number * ROOM};
+    return s1f_host_tier_move(s->tier, 0, number, &part, 1);
 }
 
 /* A step in which memory is used again as soon as the order lets it: forwards write two buffers in turn, whose units
@@ -150,18 +150,18 @@ static int run_step(const scene *s)
     for (int wave = 0; wave < WAVES; wave++) {
         for (int u = 0; u < UNITS; u++) {
             if (u > 1)
-                CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u - 2), S1F_OK, "");
+                CHECK_STATUS(s1f_host_tier_wait(s->tier, u - 2), S1F_OK, "");
             launch(s, fill, u % 2, 1 + wave * UNITS + u, NULL);
             CHECK_STATUS(out(s, u, u % 2, BYTES), S1F_OK, "");
         }
         for (int u = UNITS - 2; u < UNITS; u++) {
-            CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u), S1F_OK, "");
+            CHECK_STATUS(s1f_host_tier_wait(s->tier, u), S1F_OK, "");
             launch(s, fill, u % 2, 100, NULL);
         }
         for (int u = 0; u < UNITS; u++) {
             launch(s, fill, u % BUFFERS, 100, NULL);
             CHECK_STATUS(in(s, u, u % BUFFERS, BYTES), S1F_OK, "");
-            CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u), S1F_OK, "");
+            CHECK_STATUS(s1f_host_tier_wait(s->tier, u), S1F_OK, "");
             launch(s, compare, u % BUFFERS, 1 + wave * UNITS + u, &num_wrong);
         }
     }
@@ -194,9 +194,9 @@ static void test_another_stream(void)
         CHECK_STATUS(begin_step(&s), S1F_OK, "");
         launch(&s, fill, 0, 1, NULL);
         CHECK_STATUS(out(&s, 0, 0, BYTES), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_wait(s.tier, 0), S1F_OK, "");
         CHECK_STATUS(in(&s, 0, 1, BYTES), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_wait(s.tier, 0), S1F_OK, "");
         launch(&s, compare, 1, 1, &num_wrong);
         CUstream first = s.compute;
         s.compute = new_stream();
@@ -217,8 +217,7 @@ static void test_steady_steps(void)
     open_scene(&s, 3);
     OK(stand_in_set("copy_ns_per_kib", 10000));
     CHECK(run_step(&s) == 0);
-    s1f_tier_facts facts;
-    s1f_tier_get_facts(s.tier, &facts);
+    s1f_host_tier_facts facts = s1f_host_tier_get_facts(s.tier);
     CHECK(facts.room_bytes == 8 << 20);
     CHECK(facts.bytes_out == WAVES * UNITS * BYTES && facts.bytes_in == facts.bytes_out);
     CHECK(facts.ns_out > facts.bytes_out * 9 && facts.ns_in > facts.bytes_in * 9);
@@ -241,14 +240,14 @@ static void test_loads_across_pieces(void)
         ((char *)host(memory))[i] = (char)(i * 7 + i / 4096);
     CHECK_STATUS(begin_step(&s), S1F_OK, "");
     for (int i = 0; i < 3; i++) {
-        s1f_tier_part part = {(char *)host(memory) + (size_t)i * LARGE, LARGE};
-        CHECK_STATUS(s1f_tier_out(s.tier, i, &part, 1), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, i), S1F_OK, "");
+        s1f_tier_part part = {(char *)host(memory) + (size_t)i * LARGE, LARGE, (int64_t)i * LARGE};
+        CHECK_STATUS(s1f_host_tier_move(s.tier, 1, i, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_wait(s.tier, i), S1F_OK, "");
     }
     for (int i = 0; i < 3; i++) {
-        s1f_tier_part part = {(char *)host(again) + (size_t)i * LARGE, LARGE};
-        CHECK_STATUS(s1f_tier_in(s.tier, i, &part, 1), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, i), S1F_OK, "");
+        s1f_tier_part part = {(char *)host(again) + (size_t)i * LARGE, LARGE, (int64_t)i * LARGE};
+        CHECK_STATUS(s1f_host_tier_move(s.tier, 0, i, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_wait(s.tier, i), S1F_OK, "");
     }
     CHECK(drained() && stand_in_count("cuMemHostAlloc") == 2 &&
           stand_in_count("cuMemcpyDtoHAsync_v2") + stand_in_count("cuMemcpyHtoDAsync_v2") == 8);
@@ -269,7 +268,7 @@ static void test_what_fails(void)
         {"cuMemHostAlloc", CUDA_ERROR_OUT_OF_MEMORY, S1F_ERR_MEMORY,
          "Memory(offload=HOST): GPU 0 could not pin 8388608 bytes of host memory beside 0: cuMemHostAlloc: "},
         {"cuMemcpyDtoHAsync", CUDA_ERROR_INVALID_VALUE, S1F_ERR_STATE,
-         "Memory(offload=HOST): GPU 0: moving 8192 bytes out to pinned host memory: cuMemcpyDtoHAsync: "},
+         "Memory(offload=HOST): GPU 0: moving 6000 bytes out to pinned host memory: cuMemcpyDtoHAsync: "},
         {"cuEventRecord", CUDA_ERROR_LAUNCH_TIMEOUT, S1F_ERR_STATE, "out to pinned host memory: cuEventRecord: "},
         {"cuEventCreate", CUDA_ERROR_OUT_OF_MEMORY, S1F_ERR_MEMORY, "cuEventCreate: "},
     };
@@ -279,7 +278,7 @@ static void test_what_fails(void)
         CHECK_STATUS(begin_step(&s), S1F_OK, "");
         stand_in_fail_call(cases[i].call, 0, cases[i].result);
         CHECK_STATUS(out(&s, 0, 0, BYTES), cases[i].status, cases[i].text);
-        s1f_tier_reset(s.tier);
+        s1f_host_tier_reset(s.tier);
         CHECK(run_step(&s) == 0); /* nothing is lost */
         close_scene(&s);
     }
@@ -297,7 +296,7 @@ static void test_what_does_not_end(void)
         CHECK_STATUS(out(&s, 0, 0, BYTES), S1F_OK, "");
         if (fails)
             stand_in_fail_call("cuStreamQuery", 0, CUDA_ERROR_LAUNCH_TIMEOUT);
-        s1f_tier_reset(s.tier);
+        s1f_host_tier_reset(s.tier);
         CHECK_STATUS(begin_step(&s), S1F_ERR_STATE,
                      fails ? "copies of GPU 0 have failed (cuStreamQuery: " : "have failed (they do not end)");
         close_scene(&s);
@@ -312,12 +311,13 @@ static void test_reset(void)
         open_scene(&s, seed);
         CHECK_STATUS(begin_step(&s), S1F_OK, "");
         CUdeviceptr memory = new_memory(BYTES), room = new_memory(BYTES);
-        s1f_tier_part part = {host(memory), BYTES}, back = {host(room), BYTES};
-        CHECK_STATUS(s1f_tier_out(s.tier, 0, &part, 1), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_out(s.tier, 1, &part, 1), S1F_OK, "");
-        CHECK_STATUS(s1f_tier_in(s.tier, 0, &back, 1), S1F_OK, "");
-        s1f_tier_reset(s.tier);
+        s1f_tier_part part = {host(memory), BYTES, 0}, back = {host(room), BYTES, 0},
+                      other = {host(memory), BYTES, ROOM};
+        CHECK_STATUS(s1f_host_tier_move(s.tier, 1, 0, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_wait(s.tier, 0), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_move(s.tier, 1, 1, &other, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_host_tier_move(s.tier, 0, 0, &back, 1), S1F_OK, "");
+        s1f_host_tier_reset(s.tier);
         OK(cuMemFree_v2(memory));
         OK(cuMemFree_v2(room));
         close_scene(&s);
@@ -328,17 +328,17 @@ static void test_failing_allocations(void)
 {
     scene s;
     open_scene(&s, 1);
-    s1f_tier_free(s.tier);
+    s1f_host_tier_free(s.tier);
     CHECK_STATUS(s1f_device_begin_step(s.device, s.compute), S1F_OK, "");
     for (int64_t n = 0;; n++) {
-        s1f_tier *tier = NULL;
+        s1f_host_tier *tier = NULL;
         fail_allocation(n);
         s1f_status status = s1f_host_tier_create(s.device, NULL, NULL, &tier);
         s.tier = tier;
         if (status == S1F_OK)
             status = out(&s, 0, 0, BYTES);
         int64_t asked = fail_allocation(-1);
-        s1f_tier_free(tier);
+        s1f_host_tier_free(tier);
         if (asked <= n)
             break;
         CHECK(status == S1F_ERR_MEMORY);
@@ -359,15 +359,15 @@ static void test_host_too_small(void)
 {
     scene s;
     open_scene(&s, 2);
-    s1f_tier_free(s.tier);
+    s1f_host_tier_free(s.tier);
     int64_t most = 80 << 20;
     CHECK_STATUS(s1f_host_tier_create(s.device, refuse, &most, &s.tier), S1F_OK, "");
     CHECK_STATUS(begin_step(&s), S1F_OK, "");
     CUdeviceptr large = new_memory((20 << 20) + 1);
-    s1f_tier_part part = {host(large), (20 << 20) + 1};
-    CHECK_STATUS(s1f_tier_out(s.tier, 0, &part, 1), S1F_ERR_MEMORY, "83902464 bytes more");
+    s1f_tier_part part = {host(large), (20 << 20) + 1, 0};
+    CHECK_STATUS(s1f_host_tier_move(s.tier, 1, 0, &part, 1), S1F_ERR_MEMORY, "83886084 bytes more");
     CHECK(stand_in_count("cuMemHostAlloc") == 0);
-    s1f_tier_reset(s.tier);
+    s1f_host_tier_reset(s.tier);
     CHECK(run_step(&s) == 0);
     OK(cuMemFree_v2(large));
     close_scene(&s);

@@ -207,7 +207,7 @@ PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
     "hook": (unhooked, r"the cut: blocks\.1 \(Block\)"),
     "autocast": (without_autocast, "precision: rounding makes an error of .* as under torch.autocast"),
     "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to torch"),
-    "frozen": (frozen, r"frozen parameters: requires_grad is another one in the model for blocks\.2\.up\.weight"),
+    "frozen": (frozen, r"frozen parameters: requires_grad differs in the model for blocks\.2\.up\.weight"),
 }  # fmt: skip
 
 

@@ -186,3 +186,8 @@ def test_units_that_cannot_be_placed() -> None:
             Schedule([[wrong]])
     with pytest.raises(ValueError, match="null character"):
         Schedule.from_text("F0.0\0")
+
+
+def test_an_error_may_quote_a_part_that_ends_within_a_character() -> None:
+    with pytest.raises(ValueError, match="line 1, unit 1, '0000"):
+        Schedule.from_text("0" * 10 + "\U00010000" * 8)

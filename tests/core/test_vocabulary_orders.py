@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from orders import random_order, small_schedule
 from slices import full_only
+from trees import makers_of
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, Unit, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
@@ -16,32 +17,6 @@ from seq1f1b.view.page import predecessors
 
 TWO = "F0.0 S0.0 T0.0 B0.0"
 CROSSED = "F0.0 B0.0 F1.0 F2.0 B2.0 B1.0\nF0.0 B0.0 F2.0 B2.0 F1.0 B1.0"
-
-
-def inputs_of(unit: Unit, shape: Schedule, kinds: set[str]) -> set[Unit]:
-    """What a unit waits for, written down once more; where two passes may make it, both."""
-    kind, stage, m, s = unit
-    last, k, P = shape.num_stages - 1, shape.num_segments, shape.num_ranks
-    if kind == "E":
-        found = set()
-    elif kind == "G":
-        found = {Unit(back, 0, m, s) for back in "BI"}
-    elif kind == "F":
-        found = {Unit("F", stage - 1, m, s), Unit("F", stage, m, s - 1)}
-        if stage == 0:
-            found |= {Unit("E", rank, m, s) for rank in range(P)}
-    elif kind == "S":
-        found = {Unit("F", last, m, s)}
-    elif kind == "T":
-        found = {Unit("S", rank, m, s) for rank in range(P)}
-    elif kind == "W":
-        found = {Unit("I", stage, m, s)}
-    else:
-        found = {Unit("F", stage, m, s)}
-        found |= {Unit(back, at, m, i) for back in "BI" for at, i in ((stage + 1, s), (stage, s + 1))}
-        if stage == last:
-            found |= {Unit("T", rank, m, s) for rank in range(P)}
-    return {u for u in found if u.kind in kinds and 0 <= u.stage <= last and 0 <= u.segment < k}
 
 
 def random_orders(count: int) -> list[Schedule]:
@@ -166,15 +141,19 @@ def test_a_place_that_is_freed_in_no_time() -> None:
 def test_times(order: Schedule) -> None:
     """Against times found by going over all units until none can start earlier."""
     transfer, ends = 0.5, {}
-    kinds = {unit.kind for units in order.ranks for unit in units}
     seconds = {"F": 1.0, "S": 0.25, "T": 0.375, "B": 2.0, "I": 1.5, "W": 0.5, "E": 0.125, "G": 0.25}
+    chains = [list(range(-1, order.num_segments - 1))] * order.num_microbatches
+
+    def inputs_of(unit: Unit) -> set[Unit]:
+        return makers_of(unit, chains, order.num_stages, order.kinds, order.num_ranks)
+
     while len(ends) < sum(map(len, order.ranks)):
         before = len(ends)
         for units in order.ranks:
             now = 0.0
             for unit in units:
                 if unit not in ends:
-                    makers = inputs_of(unit, order, kinds)
+                    makers = inputs_of(unit)
                     if not makers <= ends.keys():
                         break
                     rank = order.rank_of_stage
@@ -190,7 +169,7 @@ def test_times(order: Schedule) -> None:
     drawn = predecessors(run.timeline)
     for units in order.ranks:
         for previous, unit in zip((None, *units), units, strict=False):
-            known = inputs_of(unit, order, kinds)
+            known = inputs_of(unit)
             assert set(drawn[unit]) <= known | {previous}, unit
             assert {i for i in known if {i.kind, unit.kind} & set("STEG")} <= set(drawn[unit]), unit
 

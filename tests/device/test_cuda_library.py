@@ -1,20 +1,18 @@
 """Is the library of CUDA kernels found, read, chosen and launched as it must be? Without a GPU.
 
-A stand-in library tells what it was asked to launch. What the built one, where there is one, says of itself and of a
-launch on a machine without a GPU is looked at too.
+What the built one, where there is one, says of itself and of a launch on a machine without a GPU is looked at too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,34 +20,30 @@ from torch import Tensor
 
 from seq1f1b import proof
 from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables
+from seq1f1b.device.kernel_tables import Operation
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("seq1f1b_setup", ROOT / "setup.py")
 assert spec is not None and spec.loader is not None
 setup = importlib.util.module_from_spec(spec)  # it knows how the kernels are compiled
 spec.loader.exec_module(setup)
-ABI = int(re.findall(r"#define S1F_CUDA_ABI (\d+)", (ROOT / "kernels/cuda/kernel_table.h").read_text())[0])
-
-
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    def build(version: int = ABI, operation: str = "s1f_cuda_attention_forward") -> Path:
-        library = tmp_path_factory.mktemp("library") / "stand_in.so"
-        command = [*os.environ.get("CC", "cc").split(), "-std=c11", "-shared", "-fPIC", "-o", str(library)]
-        command += [f"-DVERSION={version}", f"-DOPERATION={operation}", str(ROOT / "tests/cuda/stand_in_library.c")]
-        subprocess.run(command, check=True, timeout=120)
-        return library
-
-    return build
+FOUND = Operation(
+    "attention_forward", "13.0.88", "sm_80 sm_90 compute_80", lambda arguments: 48, lambda arguments, stream: 0,
+    lambda error: b"no driver" if error == 35 else b"bad value",
+)  # fmt: skip
 
 
 @pytest.fixture
-def stand_in(build: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    library = build()
-    monkeypatch.setattr(kernel_library, "LIBRARY", library)
-    monkeypatch.setattr(kernel_library, "OPERATIONS", ("attention_forward",))
-    monkeypatch.setattr(kernel_library, "preferred", "")
-    return ctypes.CDLL(str(library))
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Operation]:
+    """The operations of a library, which launch nothing."""
+    found = {FOUND.name: FOUND}
+    for name, value in {
+        "LIBRARY": tmp_path / "library.so",
+        "_operations_of": lambda path: found,
+        "preferred": "",
+    }.items():
+        monkeypatch.setattr(kernel_library, name, value)
+    return found
 
 
 def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
@@ -66,7 +60,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- which kernel ----------------------------------------------------------------------------------------------------
 
 
-def test_kernels_take_documents_and_soft_caps(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_documents_and_soft_caps(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels leave a call to torch's flash op or cuDNN if either takes it."""
     on_a_gpu(monkeypatch)
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
@@ -85,20 +79,19 @@ def test_kernels_take_documents_and_soft_caps(stand_in: ctypes.CDLL, monkeypatch
 
 
 def test_where_torch_is_deterministic_no_backward_of_ours_runs(
-    stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch)
-    (found,) = kernel_library.operations().values()
-    monkeypatch.setattr(kernel_library, "_usable", lambda path: dict.fromkeys(kernel_library.ATTENTION, found))
+    library |= dict.fromkeys(kernel_library.ATTENTION, FOUND)
     torch.use_deterministic_algorithms(True)
     try:
         chosen = [kernel_library.choose(name, queries()) for name in kernel_library.ATTENTION]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert chosen == [found, None]
+    assert chosen == [FOUND, None]
 
 
-def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_asks_for_ours(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "preferred", "own")
     assert kernel_library.choose("attention_forward", queries()) is not None
     assert kernel_library.choose("attention_forward", queries(head_dim=96)) is None
@@ -125,7 +118,7 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
         kernel_library.choose("attention_forward", queries())
 
 
-def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
+def test_what_doctor_says(library: dict[str, Operation]) -> None:
     (line,) = kernel_library.describe()
     assert "sm_80 sm_90 compute_80, nvcc 13.0.88; for documents and soft caps, heads of 64 and 128" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
@@ -134,16 +127,15 @@ def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
-def launch(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **changes: object) -> None:
-    """Through the extension."""
-    q, k = queries(dtype, head_dim), torch.zeros(2, 2, 20, head_dim, dtype=dtype)
+def launch() -> None:
+    q, k = queries(), torch.zeros(2, 2, 20, 64, dtype=torch.bfloat16)
     options = {"scale": 0.25, "window": 7, "softcap": 30.0, "docs": torch.zeros(2, 20, dtype=torch.int32)}
     operation, lse = kernel_library.operations()["attention_forward"], torch.zeros(2, 4, 5)
     tensors = {"q": q, "k": k, "v": k, "out": q, "lse": lse}
-    kernel_library.launch_attention(operation, **(tensors | options | changes))
+    kernel_library.launch_attention(operation, **(tensors | options))
 
 
-def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_on_the_tensors_device(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     """How much scratch memory one needs depends on what the current device can do."""
     current: list[int] = []
     asked: list[list[int]] = []
@@ -154,17 +146,14 @@ def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: 
         yield
         current.pop()
 
-    (found,) = kernel_library.operations().values()
-
     def recorded(run: Callable[..., int]) -> Callable[..., int]:
         return lambda *a: asked.append([*current]) or run(*a)
 
-    found = found._replace(scratch_bytes=recorded(found.scratch_bytes), call=recorded(found.call))
+    library[FOUND.name] = FOUND._replace(scratch_bytes=recorded(FOUND.scratch_bytes), call=recorded(FOUND.call))
     with monkeypatch.context() as patch:
         patch.setattr(kernel_library, "on", on)
-        patch.setattr(kernel_library, "operations", lambda: {"attention_forward": found})
         launch()
-        attention_parts._launch(found, "total", False, (queries(),), (), (queries(),))
+        attention_parts._launch(library[FOUND.name], "total", False, (queries(),), (), (queries(),))
     assert asked == [[-1]] * 3 and not current
 
     entered: list[int] = []
@@ -175,20 +164,27 @@ def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: 
             assert entered == [1] * (index == 1)
 
 
-def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
+def test_a_launch_that_fails_has_cudas_words(library: dict[str, Operation]) -> None:
+    library[FOUND.name] = FOUND._replace(call=lambda arguments, stream: 35)
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
-        launch(window=35)
+        launch()
+    library[FOUND.name] = FOUND._replace(scratch_bytes=lambda arguments: -kernel_tables.INVALID_VALUE)
     with pytest.raises(ValueError, match="CUDA error 1: bad value"):
-        launch(torch.float16, 128)
+        launch()
 
 
-def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Path) -> None:
+def test_libraries_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"none.so"):
         kernel_tables.find(tmp_path / "none.so", "attention_forward")
-    with pytest.raises(ValueError, match=r"stand_in.so.* s1f_cuda_attention_forward"):
-        kernel_tables.find(build(operation="s1f_cuda_other"), "attention_forward")
-    with pytest.raises(ValueError, match=f"version {ABI + 1} of its tables, this package needs {ABI}: install"):
-        kernel_tables.find(build(version=ABI + 1), "attention_forward")
+    with pytest.raises(ValueError, match=r"libc.so.6.* s1f_cuda_attention_forward"):
+        kernel_tables.find(Path("libc.so.6"), "attention_forward")
+    header = (ROOT / "kernels/cuda/kernel_table.h").read_text()
+    assert f"#define S1F_CUDA_ABI {kernel_tables.ABI} " in header
+    old = kernel_tables._Operation(abi=kernel_tables.ABI - 1)
+    monkeypatch.setattr(kernel_tables, "_Operation", SimpleNamespace(in_dll=lambda library, name: old))
+    words = f"version {kernel_tables.ABI - 1} of its tables, this package needs {kernel_tables.ABI}: install"
+    with pytest.raises(ValueError, match=words):
+        kernel_tables.find(Path("libc.so.6"), "attention_forward")
 
 
 # -- how it is built -------------------------------------------------------------------------------------------------
@@ -239,12 +235,10 @@ def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) 
     assert [line for line in output[1].splitlines() if not line.split()[-1].startswith("s1f_cuda_")] == []
 
 
-def test_it_is_of_the_sources_at_hand(built: Path) -> None:
-    sources = {re.sub(r"^sm\d+_", "", Path(source).stem): source for source in setup.cuda_sources()}
+def test_it_has_an_operation_of_each_source(built: Path) -> None:
+    sources = [re.sub(r"^sm\d+_", "", Path(source).stem) for source in setup.cuda_sources()]
     assert sorted(sources) == sorted(kernel_library.OPERATIONS)
-    for name, operation in kernel_library.operations().items():
-        assert operation.source == setup.cuda_source_hash(sources[name]), "build it again"
-        assert operation.architectures == "sm_80 sm_90 compute_80"
+    assert {found.architectures for found in kernel_library.operations().values()} == {"sm_80 sm_90 compute_80"}
 
 
 def test_a_launch_without_a_gpu_says_so(built: Path) -> None:

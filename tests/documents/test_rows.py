@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import random
 from typing import Any
 
 import pytest
 import torch
-from slices import each_value
 from tiny_model import cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor
-from tree_runs import CONFIG, Trees, data_of, run_paths, train
+from tree_runs import CONFIG, Trees, cut, data_of, run_paths, train
 
 import seq1f1b
 from seq1f1b import (
     Limits,
     LoopbackGroup,
-    Loss,
-    Memory,
     PipelineEngine,
     PipelineError,
     ScheduleError,
@@ -28,36 +24,12 @@ from seq1f1b import (
 )
 from seq1f1b.testing import run_ranks
 
-Rows = list[list[int]]
-
-
-def cut(rng: random.Random, length: int, most: int) -> list[int]:
-    """A row of this length, in segments of random sizes."""
-    count = rng.randint(1, min(most, length))
-    ends = [0, *sorted(rng.sample(range(1, length), count - 1)), length]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def random_rows(rng: random.Random) -> Rows:
-    """Lengths of documents: any, one long and many short, of one token, of one length."""
-    match rng.randrange(4):
-        case 0:
-            lengths = [rng.randint(1, 24) for _ in range(rng.randint(1, 6))]
-        case 1:
-            lengths = [60, *(rng.randint(1, 3) for _ in range(rng.randint(2, 7)))]
-            rng.shuffle(lengths)
-        case 2:
-            lengths = [1] * rng.randint(1, 5)
-        case _:
-            lengths = [rng.randint(4, 12)] * rng.randint(2, 4)
-    return [cut(rng, length, 5) for length in lengths]
-
 
 def of_rows(rows: Any) -> Trees:
     return Trees(rows, [None] * len(rows))
 
 
-def check(schedule: str, num_ranks: int, rows: Rows, seed: int = 0, **options: Any) -> Any:
+def check(schedule: str, num_ranks: int, rows: Any, seed: int = 0, **options: Any) -> Any:
     """An evaluation and a step beside the model run row by row; returns the first rank's report."""
     trees = of_rows(rows)
     tokens, targets = data_of(trees, seed)
@@ -67,45 +39,6 @@ def check(schedule: str, num_ranks: int, rows: Rows, seed: int = 0, **options: A
         torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=1e-10)
     assert gradient_error(gradients, truth) <= 1e-10
     return report
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), each_value(["seq1f1b", "1f1b", "gpipe"], [1, 2, 3, 4]))
-def test_rows_of_any_length(schedule: str, num_ranks: int) -> None:
-    rng = random.Random(f"{schedule} {num_ranks}")
-    for seed in range(5):
-        check(schedule, num_ranks, random_rows(rng), seed)
-
-
-CASES = [
-    ("seq-zb-h1", 2, {}),
-    ("seq-zb-h1", 3, {"memory": Memory(recompute="all")}),
-    ("seq1f1b", 3, {"order": {"weights": "fill"}}),
-    ("seq1f1b", 2, {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
-    ("seq1f1b", 4, {"memory": Memory(recompute="all"), "order": {"prefetch": 0}}),
-    ("seq-zb-h2", 2, {"order": {"weights": "fill"}}),
-    ("seq-zbv", 2, {}),
-    ("seq-v-half", 2, {}),
-    ("seq-v-min", 2, {"order": {"weights": "fill"}}),
-]
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(33, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("schedule", "num_ranks", "options"), CASES)
-def test_backwards_that_are_split_filled_or_recomputed(
-    schedule: str, num_ranks: int, options: dict[str, Any], count: int
-) -> None:
-    rng = random.Random(schedule)
-    for seed in range(count):
-        rows = [*random_rows(rng), *(cut(rng, 7, 3) for _ in range(6))]  # enough units for every family
-        check(schedule, num_ranks, rows, seed, **options)
-
-
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev"])
-def test_lengths_alone_may_differ_under_any_family(schedule: str) -> None:
-    """A family that needs one k for all takes rows of any length in as many segments each."""
-    lengths = (9, 2, 31, 5, 1, 14)[: 2 if schedule == "hanayo" else 6]
-    rows = [[n] if "seq" not in schedule else [n, n + 1] for n in lengths]
-    check(schedule, 2, rows, plain=(len(rows), len(rows[0])))
 
 
 @pytest.mark.parametrize("schedule", ["seq-zbv", "seq-v-half"])
@@ -132,39 +65,6 @@ def test_outputs_are_a_list_of_rows() -> None:
     assert first is None
     for output, row in zip(outputs, tokens, strict=True):
         assert torch.allclose(output, model(row), atol=1e-12)
-
-
-@pytest.mark.parametrize("of", ["a number", "sums of means", "sums"])
-def test_what_the_gradients_are_of(of: str) -> None:
-    """By ``loss_weight`` the sum over that number, else the sum of the rows' losses, of means or of sums."""
-    rows = [[3, 2, 6], [1], [4, 4]]
-    tokens, targets = data_of(of_rows(rows))
-    targets[1][:] = -100  # a row that counts nothing
-    loss = {"a number": Loss(), "sums of means": Loss(scale_grads=False), "sums": Loss(reduction="sum")}[of]
-    model = whole_model(CONFIG)
-
-    def summed(output: Tensor, target: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2),
-            num_microbatches=3,
-            group=group,
-            loss=loss,
-            loss_fn=summed if of == "sums" else cross_entropy,
-        )
-        engine.step(tokens, target=targets, segment_sizes=rows, loss_weight=37.0 if of == "a number" else None)
-        return {name: p.grad for name, p in engine.named_parameters()}
-
-    found = run_ranks(2, run)
-    model.zero_grad()
-    for x, y in zip(tokens, targets, strict=True):
-        counted = int((y != -100).sum())
-        scale = {"a number": 1 / 37.0, "sums of means": 1 / max(1, counted), "sums": 1 / 3}[of]
-        (summed(model(x), y) * scale).backward()
-    truth = {name: p.grad for name, p in model.named_parameters()}
-    assert gradient_error(found[0] | found[1], truth) <= 1e-10
 
 
 # -- with other parts of the engine ------------------------------------------------------------------------------------
@@ -229,7 +129,10 @@ def test_many_steps_leave_nothing_behind() -> None:
     rng = random.Random(3)
     longest = [[10, 10, 10, 10], [20, 20], [40], *[[1]] * 6]
     model = whole_model(CONFIG)
-    steps = [longest, *([cut(rng, rng.randint(1, 30), 4) for _ in range(rng.randint(1, 7))] for _ in range(60))]
+    steps: list[Any] = [longest]
+    for _ in range(60):
+        lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 7))]
+        steps.append([cut(rng, length, rng.randint(1, min(4, length))) for length in lengths])
 
     def run(group: Any) -> Any:
         engine = PipelineEngine(
@@ -289,7 +192,7 @@ def test_an_order_of_its_own() -> None:
     order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=1)
     with pytest.raises(ValueError, match="give the engine the name of a schedule"):
         step_alone([[3, 2], [4]], schedule=order)
-    with pytest.raises(ValueError, match="the schedule is one of rows: give its name"):
+    with pytest.raises(ValueError, match="the schedule is for rows of unequal segments: give its name"):
         rows = build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=[2, 1])
         step_alone([[3, 2], [4]], schedule=rows)
     with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -76,125 +77,61 @@ def count_reductions(state, bucket):  # torch refuses annotations that are text
     return allreduce_hook(group, bucket)
 
 
-def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool, recompute: str = "none") -> None:
-    """Two replicas of two stages, under our engine or by ScheduleSeq1F1B in the place of torch's schedule."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
-    config = Config(kv_heads=2)
-    model = whole_model(config)
-    tokens, target = batch(config, 2 * M, LENGTH)
-    _, truth = run_whole(model, tokens, target, 2 * M)
-
-    stage = stage_of(model, config, index, 2)
-    loss_fn: Any = take_head(stage) if head_in_loss and index == 1 else cross_entropy
-    modules = [stage, loss_fn] if isinstance(loss_fn, nn.Module) else [stage]
-    names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    group, data_mesh = mesh.get_group("data"), mesh["data"]
-    wrapped = wrap(kind, stage, group, data_mesh)
-    if isinstance(loss_fn, nn.Module):
-        loss_fn = wrap(kind, loss_fn, group, data_mesh)
-    driver: Any
-    if drop_in:
-        torch_stage = PipelineStage(wrapped, index, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
-        driver = ScheduleSeq1F1B(torch_stage, M, loss_fn, n_segments=K, segment_sizes=[1, 7, 5])
-        engine = driver.engine
-    else:
-        driver = engine = PipelineEngine(
-            wrapped, num_microbatches=M, num_segments=K, segment_sizes=[1, 7, 5], loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"), memory=Memory(recompute=recompute),
-        )  # fmt: skip
-    own = slice(replica * 2 * M, (replica + 1) * 2 * M)
-    arguments = (tokens[own],) if index == 0 else ()
-    own_target = target[own] if index == 1 else None
-
-    driver.eval(*arguments, target=own_target)
-    for _ in range(2):
-        driver.step(*arguments, target=own_target)
-        found = gradients_of(engine)
-        assert found.keys() == set(names.values())
-        assert gradient_error(found, {name: truth[name] for name in found}) < 1e-10
-        for parameter in engine.parameters():
-            parameter.grad = None
-
-    for _ in range(2 * drop_in):  # each divides only what it adds
-        driver.step(*arguments, target=own_target)
-    if drop_in:
-        twice = gradients_of(engine)
-        assert gradient_error(twice, {name: 2 * truth[name] for name in twice}) < 1e-10
-
-    if kind == "fsdp":
-        # Blocks, the embedding of the first stage, norm and head of the last, wherever these are.
-        groups = len(stage.blocks) + 1
-        with counted(*FSDP_COLLECTIVES) as counts:
-            driver.step(*arguments, target=own_target)
-        assert counts == dict.fromkeys(FSDP_COLLECTIVES, groups)
-    else:
-        reductions: list[int] = []
-        wrapped.register_comm_hook((group, reductions), count_reductions)
-        driver.step(*arguments, target=own_target)
-        assert sorted(reductions) == list(range(len(reductions))) and reductions  # every bucket once
-
-    norm = engine.clip_grad_norm_(1e-3)
-    want = torch.stack([g.norm() for g in truth.values()]).norm() * (3 if drop_in else 1)
-    torch.testing.assert_close(norm, want, rtol=1e-9, atol=0)
-    dist.barrier()
-    engine.close()
-
-
-@pytest.mark.parametrize("head_in_loss", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_replicas_of_two_stages(kind, head_in_loss):
-    run_processes(4, replicas, kind, head_in_loss, False)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_replicas_of_stages_that_recompute(kind):
-    """Collectives are as many as without."""
-    run_processes(4, replicas, kind, kind == "ddp", False, "all")
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_replicas_by_the_schedule_in_torchs_place(kind):
-    run_processes(4, replicas, kind, kind == "ddp", True)
-
-
+PLAIN = [("seq1f1b", 2, K, 1, "planned")]
 # Three that split the backward, the last of them in part: the last gradients of its stage 3 come from a whole B. In the
 # second W runs in waits, which fall anywhere.
 SPLIT = [("seq-zb-h1", 2, K, 1, "planned"), ("seq-zbv", 2, K, 2, "fill"), ("dualpipev", 4, 1, 2, "planned")]
 
 
-def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
-    """Two replicas of two ranks whose stages reduce after their last W. Gradients of two steps add up."""
+def replicas(
+    rank: int, world: int, kind: str, head_in_loss: bool, orders: Any, drop_in: bool = False, recompute: str = "none"
+) -> None:
+    """Two replicas of two ranks, under our engine or by ScheduleSeq1F1B in the place of torch's schedule.
+
+    Gradients of two steps add up, and each step reduces once, in the last backward or after the last W.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
     group, data_mesh = mesh.get_group("data"), mesh["data"]
     config = Config(hidden=16, kv_heads=2, checkpoint=head_in_loss)  # I recomputes, under the wrapper's hooks
     model = whole_model(config)
-    for name, M, k, v, weights in SPLIT:
-        tokens, target = batch(config, 2 * M, LENGTH, size=1)
+    for name, M, k, v, weights in orders:
+        tokens, target = batch(config, 2 * M, LENGTH)
         _, truth = run_whole(model, tokens, target, 2 * M)
         schedule = build_schedule(name, num_ranks=2, num_microbatches=M, num_segments=k, stages_per_rank=v)
         schedule = schedule.replace(weights=weights)
         own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == index]
         plain: list[nn.Module] = [stage_of(model, config, s, schedule.num_stages) for s in own]
-        has_head = schedule.num_stages - 1 in own
-        loss_fn: Any = take_head(plain[-1]) if head_in_loss and has_head else cross_entropy
+        has_last = schedule.num_stages - 1 in own
+        loss_fn: Any = take_head(plain[-1]) if head_in_loss and has_last else cross_entropy
+        modules = [*plain, loss_fn] if isinstance(loss_fn, nn.Module) else plain
+        names = {name for module in modules for name, _ in module.named_parameters()}
         wrapped = [wrap(kind, stage, group, data_mesh) for stage in plain]
         if isinstance(loss_fn, nn.Module):
             loss_fn = wrap(kind, loss_fn, group, data_mesh)
-        engine = PipelineEngine(
-            wrapped, schedule=schedule, num_microbatches=M, num_segments=k, loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"),
-        )  # fmt: skip
-        half = slice(replica * M, (replica + 1) * M)
+        sizes, pipeline = [1, 7, 5] if k == K else None, mesh.get_group("pipeline")
+        driver: Any
+        if drop_in:
+            torch_stage = PipelineStage(wrapped[0], index, 2, torch.device("cpu"), group=pipeline)
+            driver = ScheduleSeq1F1B(torch_stage, M, loss_fn, n_segments=k, segment_sizes=sizes)
+        else:
+            driver = PipelineEngine(
+                wrapped, schedule=schedule, num_microbatches=M, num_segments=k, segment_sizes=sizes, loss_fn=loss_fn,
+                group=pipeline, memory=Memory(recompute=recompute),
+            )  # fmt: skip
+        engine = driver.engine if drop_in else driver
+        half = slice(replica * 2 * M, (replica + 1) * 2 * M)
+        arguments, own_target = (tokens[half],) if index == 0 else (), target[half] if has_last else None
+        driver.eval(*arguments, target=own_target)
         reductions: list[list[int]] = []
         for stage in wrapped if kind != "fsdp" else []:
             reductions.append([])
             stage.register_comm_hook((group, reductions[-1]), count_reductions)
         for step in (1, 2):
             with counted(*FSDP_COLLECTIVES) as counts:
-                engine.step(tokens[half], target=target[half] if engine.has_last else None)
+                driver.step(*arguments, target=own_target)
             found = gradients_of(engine)
+            assert found.keys() == names
             assert gradient_error(found, {name: step * truth[name] for name in found}) < 1e-10, (name, step)
             if kind == "fsdp":
                 outer = sum(any("blocks" not in n for n, _ in stage.named_parameters()) for stage in plain)
@@ -203,16 +140,33 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
             for buckets in reductions:
                 assert sorted(buckets) == list(range(len(buckets))) and buckets, (name, step)  # every bucket once
                 buckets.clear()
-        assert sum(stage.deferred_weights for stage in engine.report().stages) > 0
+        norm = engine.clip_grad_norm_(1e-3)
+        torch.testing.assert_close(norm, 2 * torch.stack([g.norm() for g in truth.values()]).norm(), rtol=1e-9, atol=0)
+        assert ("I" in schedule.kinds) == (sum(stage.deferred_weights for stage in engine.report().stages) > 0)
         dist.barrier()
         engine.close()
 
 
+WAYS = {
+    "plain": {"orders": PLAIN},
+    "recomputed": {"orders": PLAIN, "recompute": "all"},
+    "in torch's place": {"orders": PLAIN, "drop_in": True},
+    "split": {"orders": SPLIT},
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "head_in_loss"), [("ddp", False), ("ddp unused", True), ("fsdp", True), *full_only(("fsdp", False))]
+    ("kind", "head_in_loss", "way"),
+    [
+        *itertools.product(("ddp", "fsdp"), (False, True), ("plain",)),
+        *itertools.product(("ddp",), (True,), ("recomputed", "in torch's place")),
+        *itertools.product(("fsdp",), (False,), ("recomputed", "in torch's place")),
+        *(("ddp", False, "split"), ("ddp unused", True, "split"), ("fsdp", True, "split")),
+        *full_only(("fsdp", False, "split")),
+    ],
 )
-def test_split_backward_reduces_once_after_the_last_w(kind, head_in_loss):
-    run_processes(4, split_replicas, kind, head_in_loss)
+def test_two_replicas_of_two_ranks(kind, head_in_loss, way):
+    run_processes(4, partial(replicas, **WAYS[way]), kind, head_in_loss)
 
 
 def global_count(rank: int, world: int) -> None:
@@ -239,9 +193,15 @@ def global_count(rank: int, world: int) -> None:
         engine = PipelineEngine(
             wrapped, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=own_group
         )
-        engine.step(tokens[own], target=target[own], loss_weight=float((target != -100).sum()))
+        evaluate_other_weights(wrapped, tokens[own])
+        counted, total = (float((each != -100).sum()) for each in (target[own], target))
+        engine.step(tokens[own], target=target[own], loss_weight=total)
         found = gradients_of(engine)
         assert gradient_error(found, truth) < 1e-10, (kind, schedule)
+        wrapped.zero_grad()
+        factor = 1 if kind == "fsdp that sums" else world
+        (cross_entropy(wrapped(tokens[own]), target[own]) * (factor * counted / total)).backward()
+        assert gradient_error(gradients_of(engine), truth) < 1e-10, "of the script's own backward"
         engine.close()
         wrapped.zero_grad()
         if kind == "ddp":  # the gradients of earlier steps lie where the next reduction writes
@@ -272,6 +232,18 @@ def global_count(rank: int, world: int) -> None:
         engine.step(tokens[own], target=target[own], loss_weight=weight)
         assert gradient_error(gradients_of(engine), truth) < 1e-10, options
         engine.close()
+
+
+def evaluate_other_weights(module: nn.Module, tokens: Tensor) -> None:
+    """Evaluates a module whose weights are zero for once; FSDP2 keeps what it gathered."""
+    parameters = list(module.parameters())
+    weights = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+        module(tokens)
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)
 
 
 def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

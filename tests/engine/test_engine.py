@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from replicas import take_head
 from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import Loss, Memory, PipelineEngine, build_schedule
+from seq1f1b import Loss, PipelineEngine, build_schedule
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -180,92 +178,6 @@ def test_tuples_and_keyword_arguments_by_rule():
     torch.testing.assert_close(sum(seen), truth_scale, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "empty", [np.s_[:, 8:], np.s_[:, :8], np.s_[2:]], ids=["last", "first", "all of one micro-batch"]
-)
-def test_a_segment_without_counted_targets_contributes_zero(empty):
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 2, LENGTH)
-    target[empty] = -100
-    total = 0.0
-    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
-        if (y != -100).any():
-            total = total + cross_entropy(model(x), y) / 2
-    total.backward()
-    truth = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-
-    def run(group):
-        engine = engine_of(stage_of(model, config, group.rank, 2), group, 2, 2)
-        return engine.step(tokens, target=target), grads(engine)
-
-    results = run_ranks(2, run)
-    losses = results[1][0]
-    assert all(torch.isfinite(loss) for loss in losses)
-    assert abs(float(sum(losses)) / 2 - float(total.detach())) < 1e-12
-    assert gradient_error(gradients_of(r[1] for r in results), truth) <= 1e-10
-
-
-def test_sum_reduction_global_count_and_unscaled_gradients():
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 3, LENGTH)
-
-    def summed(output, y):
-        return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
-
-    total = summed(model(tokens), target)
-    counted = int((target != -100).sum())
-    (total / counted).backward()
-    per_token = {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    def run(group, loss_fn, loss_weight, **options):
-        stage, sizes = stage_of(model, config, group.rank, 2), [1, 9, 4, 2]
-        engine = engine_of(stage, group, 3, 4, segment_sizes=sizes, loss_fn=loss_fn, **options)
-        losses = engine.step(tokens, target=target, loss_weight=loss_weight)
-        return losses, grads(engine)
-
-    for loss_fn, options, weight, factor in [
-        (summed, {"loss": Loss(reduction="sum")}, counted, 1.0),
-        (cross_entropy, {}, counted, 1.0),
-        (summed, {"loss": Loss(reduction="sum")}, None, counted / 3),
-        (summed, {"loss": Loss(reduction="sum", scale_grads=False)}, None, float(counted)),
-    ]:
-        results = run_ranks(2, lambda g, a=loss_fn, b=weight, c=options: run(g, a, b, **c))
-        found = gradients_of(r[1] for r in results)
-        assert gradient_error(found, {name: g * factor for name, g in per_token.items()}) <= 1e-10
-        if loss_fn is summed:
-            assert abs(float(sum(results[1][0])) - float(total.detach())) < 1e-9
-
-
-@pytest.mark.parametrize("recompute", ["none", "all"])
-def test_head_inside_the_loss(recompute):
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 3, LENGTH)
-    losses, truth = run_whole(model, tokens, target, 3)
-
-    def run(group):
-        stage = stage_of(model, config, group.rank, 2)
-        loss_fn = take_head(stage) if group.rank == 1 else None
-        engine = engine_of(stage, group, 3, 4, loss_fn=loss_fn, memory=Memory(recompute=recompute))
-        found, report = engine.step(tokens, target=target), engine.report()
-        norm = engine.clip_grad_norm_(1e9)
-        return found, grads(engine), norm, engine.eval(tokens, target=target), report.stages[0]
-
-    results = run_ranks(2, run)
-    for *_, stage in results:  # the head of one segment counts, in R too, where none runs
-        assert 0 < stage.activation_bytes <= stage.planned_activation_bytes
-        assert recompute == "all" or stage.activation_bytes == stage.planned_activation_bytes
-    check_losses(results[1][0], losses)
-    check_losses(results[1][3], losses)
-    found = gradients_of(r[1] for r in results)
-    assert gradient_error(found, truth) <= 1e-10
-    norm = torch.stack([g.norm() for g in truth.values()]).norm()
-    assert abs(float(results[0][2]) / float(norm) - 1) < 1e-9 and float(results[0][2]) == float(results[1][2])
-
-
 @pytest.mark.parametrize("norm_type", ["inf", math.inf, 2.0, 1, "2"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, None])
 def test_clipping_by_a_norm_that_is_not_finite(norm_type, wrong):
@@ -361,29 +273,6 @@ def test_16_bit_gradients_are_accumulated_in_fp32():
 
     assert error(torch.float32) < 0.004  # one rounding to bf16, and bf16 products within a segment
     assert error(None) > error(torch.float32)
-
-
-@pytest.mark.parametrize("recompute", ["none", "all"])
-def test_frozen_stages_pass_gradients_or_none(recompute):
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 2, LENGTH)
-    _, truth = run_whole(model, tokens, target, 2)
-
-    def run(group, frozen):
-        stage = stage_of(model, config, group.rank, 4)
-        if group.rank in frozen:
-            stage.requires_grad_(False)
-        engine = engine_of(stage, group, 2, 3, memory=Memory(recompute=recompute))
-        return engine.step(tokens, target=target), grads(engine)
-
-    for frozen in [(0,), (0, 1), (1,), (3,), (0, 1, 2, 3)]:
-        results = run_ranks(4, lambda g, f=frozen: run(g, f))
-        found = gradients_of(r[1] for r in results)
-        for rank, (_, own) in enumerate(results):
-            assert bool(own) == (rank not in frozen)
-        if found:
-            assert gradient_error(found, {name: truth[name] for name in found}) <= 1e-10
 
 
 def test_a_fused_projection_is_not_kept_for_its_queries():

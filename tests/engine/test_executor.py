@@ -45,7 +45,7 @@ class Recorded(nn.Module):
 
 @pytest.mark.parametrize(("training", "name", "P", "M", "k", "prefetch"), each_value([True, False], SHAPES))
 def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bool) -> None:
-    """Orders and peaks are compared in test_gradients.py, spans and every unit's input in tests/c/test_executor.c."""
+    """Orders and peaks: test_random_steps.py; spans and every unit's input: tests/c/test_executor.c."""
     tokens, target = batch(CONFIG, M, LENGTH, size=1)
 
     def run(group: Any) -> None:

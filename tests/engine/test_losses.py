@@ -176,22 +176,6 @@ class Head(nn.Module):
         self.linear = nn.Linear(HIDDEN, VOCAB).double()
 
 
-def test_rows_of_their_own_length() -> None:
-    stages, sizes = make_model(), [[9, 4], [17], [3, 3, 3]]
-    rows = [BATCH["tokens"][m : m + 1, : sum(row)] for m, row in enumerate(sizes)]
-    targets = [BATCH["padded"][m : m + 1, : sum(row)] for m, row in enumerate(sizes)]
-    model = copy.deepcopy(nn.Sequential(*stages))
-    pairs = [pad(model(row), target) for row, target in zip(rows, targets, strict=True)]
-    (sum(total for total, _ in pairs) / sum(divisor for _, divisor in pairs)).backward()
-
-    def work(group: Any) -> None:
-        engine = PipelineEngine(stages[group.rank], num_microbatches=3, num_segments=2, loss_fn=pad, group=group)
-        engine.step(rows, target=targets, segment_sizes=sizes)
-
-    run_ranks(2, work)
-    check([p.grad for stage in stages for p in stage.parameters()], [p.grad for p in model.parameters()])
-
-
 def bad_divisor(value: Any) -> Callable[..., Any]:
     return lambda y, t: (tokens_loss(y, t).sum(), value)
 
@@ -489,23 +473,6 @@ def test_the_look_takes_few_tokens(k: int, most: int) -> None:
 
 
 # -- micro-batches with different numbers of targets -----------------------------------------------------------------
-
-
-def mean_over_all(stages: list[nn.Module]) -> list[Tensor]:
-    model = nn.Sequential(*copy.deepcopy(stages))
-    plain(model(BATCH["tokens"]), BATCH["ignored"]).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize(("P", "M", "k"), [(2, 3, 3), (2, 6, 1), (1, 3, 2)])
-def test_the_mean_over_all_targets(P: int, M: int, k: int) -> None:
-    stages = make_model()
-    expected = mean_over_all(stages)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(
-            train(stages, plain, BATCH["ignored"], P=P, M=M, k=k, loss=Loss(weight="targets"), steps=2), expected, 2.0
-        )
 
 
 def test_the_mean_of_means_is_told_once() -> None:

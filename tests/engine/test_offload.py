@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
-import random
 import warnings
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from order_runs import LENGTH, SIZES, all_cases, few_cases, units
-from orders import random_order, with_moves, with_recomputation
+from order_runs import LENGTH
 from processes import run_processes
-from slices import by_family
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -58,56 +54,10 @@ def results(
     )
 
 
-def check_equal(one, other) -> None:
-    for a, b in zip(itertools.chain(*one[:2]), itertools.chain(*other[:2]), strict=True):
-        assert torch.equal(a, b)
-
-
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-GRID = [case for case in all_cases() if case[2] * case[3] >= 4]
+
 # Each family once; half of those in segments have uneven ones.
-SLICE = [max(own, key=units) for own in by_family(sorted(few_cases(6)))]
-
-
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
-def test_bit_equal_in_every_family(tmp_path: Path, name, P, M, k, v, uneven) -> None:
-    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
-    schedule, sizes = build_schedule(name, **counts), SIZES[k] if uneven else None
-    kept, moved = results(schedule, sizes=sizes), results(schedule, tmp_path, sizes=sizes)
-    check_equal(kept, moved)
-    for report, order in zip(moved[2], schedule.offload().ranks, strict=True):
-        assert tuple(unit for unit, _, _ in report.timeline) == order
-        long = [unit for unit in order if unit.kind == "O" and report.segment_sizes[unit.segment] >= 5]
-        assert report.moved_bytes > 0 or not long  # what a token or two leave is small, and stays
-        assert report.kept_units + report.moved_units == sum(unit.kind == "F" for unit in order)
-
-
-def test_moves_anywhere_beside_recomputation(tmp_path: Path) -> None:
-    rng, found = random.Random(3), 0
-    while found < 8:
-        plain = random_order(rng)
-        plain = with_recomputation(plain, rng, 0.3) if found % 2 else plain
-        order = with_moves(plain, rng)
-        if order == plain:
-            continue
-        found += 1
-        sizes = SIZES[order.num_segments]
-        check_equal(results(plain, sizes=sizes), results(order, tmp_path, sizes=sizes))
-
-
-def test_fill_and_recomputation(tmp_path: Path) -> None:
-    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4, weights="fill")
-    options = {"recompute": lambda unit: unit.segment == 2, "sizes": SIZES[4]}
-    moved = results(schedule, tmp_path, units=lambda unit: unit.segment != 1, **options)
-    check_equal(results(schedule, **options), moved)
-    for report in moved[2]:
-        kinds = {(unit.kind, unit.segment) for unit, _, _ in report.timeline}
-        assert ("R", 2) in kinds and ("O", 0) in kinds and not {("O", 1), ("O", 2)} & kinds
-        assert report.recomputed_units == 4 and report.moved_units > 0
-        assert report.kept_units == 16 - report.recomputed_units - report.moved_units
-
-
 def two_processes(rank: int, world: int, directory: str) -> None:
     tokens, target = batch(CONFIG, 12, LENGTH)
     found = []
@@ -155,12 +105,6 @@ def test_two_processes_with_dropout_and_two_replicas(tmp_path: Path) -> None:
     run_processes(2, both, str(tmp_path))
 
 
-def test_with_checkpointing(tmp_path: Path) -> None:
-    schedule = build_schedule("gpipe", num_ranks=1, num_microbatches=4, num_segments=2)
-    config = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=2, checkpoint=True)
-    check_equal(results(schedule, config=config), results(schedule, tmp_path, config=config))
-
-
 def test_compiled_blocks(tmp_path: Path) -> None:
     found = []
     for where in (None, tmp_path):
@@ -198,7 +142,7 @@ class InMemory:
 
     def wait(self, number: int) -> None: ...
 
-    def load(self, number: int, addresses, sizes) -> None:
+    def load(self, number: int, storages, addresses) -> None:
         import ctypes
 
         for address, copy_ in zip(addresses, self.copies, strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
 from seq1f1b import Limits, LoopbackGroup, Loss, Memory, PipelineEngine, Schedule, build_schedule
@@ -40,7 +40,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Limits(first_step=float("nan")), ValueError, "Limits.first_step is nan, must be above 0"),
     (lambda: Memory("some"), ValueError, "Memory.recompute is 'some', must be 'none', 'all' or a callable of a unit"),
     (lambda: Memory(check=1), TypeError, "Memory.check is 1, must be True or False"),
-    (lambda: Memory(blocks="blocks"), TypeError, "Memory.blocks is 'blocks', must be the name of a list of blocks"),
+    (lambda: Memory(blocks="blocks"), TypeError, r"Memory.blocks is 'blocks', must be \(name of a list of blocks"),
     (lambda: Memory(blocks=("blocks", 2)), ValueError, r"Memory.blocks: the share is 2, must be in 0\.\.1"),
     (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory or seq1f1b.HOST, got int"),
     (lambda: Memory(units="all"), ValueError, "Memory.units says which units move; say where by offload=, a directory"),
@@ -73,10 +73,8 @@ def refused(schedule: Any, **options: Any) -> str:
 
 def test_what_says_no_order(tmp_path: Path) -> None:
     text = refused("seq1f2b")
-    assert (
-        text == "ValueError: there is no schedule named 'seq1f2b', and no such file of a plan; did you mean 'seq1f1b'?"
-    )
-    assert "no such file of a plan; there are " in refused(str(tmp_path))  # a folder
+    assert text.endswith("no schedule named 'seq1f2b', and no file of a plan with this name; did you mean 'seq1f1b'?")
+    assert "no file of a plan with this name; there are " in refused(str(tmp_path))  # a folder
     (tmp_path / "plan").write_text("{}")
     assert refused(str(tmp_path / "plan"), num_microbatches=None).startswith("ValueError: ")
     assert refused(lambda **counts: "F0.0 B0.0") == (
@@ -90,58 +88,6 @@ def test_a_name_comes_before_a_file_of_that_name(tmp_path: Path, monkeypatch: py
     Path("gpipe").write_text("no plan")
     engine = PipelineEngine(nn.Linear(2, 2), schedule="gpipe", num_microbatches=2, group=LoopbackGroup(1)[0])
     assert engine.schedule == build_schedule("gpipe", num_ranks=1, num_microbatches=2)
-
-
-def split_auto(**counts: Any) -> Schedule:
-    """A callable that is no partial, of the counts by name."""
-    assert counts.keys() == {"num_ranks", "num_microbatches", "num_segments", "stages_per_rank"}
-    return build_schedule("auto", **counts, options={"backward": "split"}, prefetch=4, weights="fill")
-
-
-BUILDERS: dict[str, Callable[..., Schedule]] = {
-    "fill": partial(build_schedule, "seq-zb-h1", prefetch=2, weights="fill"),
-    "whole backwards": partial(build_schedule, "seq1f1b", weights="fill"),
-    "options": partial(build_schedule, "seq1f1b", options={"extra_warmup": 1}, prefetch=0),
-    "a function": split_auto,
-}
-
-
-@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-def test_a_callable_builds_plain_steps_and_steps_of_rows(build: Callable[..., Schedule]) -> None:
-    """Gradients are those of the whole model; the second step of each kind adds the same."""
-    M = 4
-    model = whole_model(CONFIG)
-    tokens, target = batch(CONFIG, M, LENGTH)
-    target = target.clamp(min=0)  # all count, so the mean of means is that over all
-    _, truth = run_whole(model, tokens, target, M)
-    rows = [[4, 5], [9], [1, 3, 5], [6, 2, 1]]
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2),
-            schedule=build,
-            num_microbatches=M,
-            num_segments=3,
-            loss_fn=cross_entropy,
-            group=group,
-        )
-        found = []
-        for options in ({}, {"segment_sizes": rows}):
-            for parameter in engine.parameters():
-                parameter.grad = None
-            for _ in range(2):
-                batches = (tokens, target) if not options else (list(tokens.chunk(M)), list(target.chunk(M)))
-                engine.step(batches[0], target=batches[1], **options)
-            found.append({name: p.grad / 2 for name, p in engine.named_parameters()})
-        return found, engine.schedule, engine._runner.last_step.order.schedule
-
-    (first, plain, of_rows), (last, *_) = run_ranks(2, run)
-    given = build(num_ranks=2, num_microbatches=M, num_segments=3, stages_per_rank=1)
-    for order in (plain, of_rows):
-        assert (order.prefetch, order.fills) == (given.prefetch, given.fills)
-    assert of_rows.rows == (2, 1, 3, 3)
-    for own, others in zip(first, last, strict=True):
-        assert gradient_error(own | others, truth) <= 1e-10
 
 
 def test_callables_that_build_other_orders_of_rows_are_told_apart() -> None:

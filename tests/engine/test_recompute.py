@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, build_schedule
 from seq1f1b.attention.unit import current
 from seq1f1b.engine.recompute import digest
 from seq1f1b.testing import run_ranks
@@ -30,21 +30,6 @@ def engine_of(stage, group=None, **options):
 
 def squares(output, target):
     return (output.float() if output.dtype == torch.bfloat16 else output).sub(target).square().mean()
-
-
-def test_which_units() -> None:
-    """By a callable; a unit that the schedule recomputes itself is recomputed in any case."""
-    given = Schedule.from_text("F0.0 R0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0")
-    tokens, target = batch(CONFIG, 1, LENGTH)
-    model = whole_model(CONFIG)
-    truth = run_whole(model, tokens, target, 1)[1]
-    _, gradients, reports = run_order(
-        model, given, tokens, target, memory=Memory(recompute=lambda unit: unit.segment == 1 and unit.stage == 1)
-    )
-    assert [[str(unit) for unit, _, _ in r.timeline] for r in reports] == [
-        ["F0.0", "R0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "R0.1", "B0.1", "B0.0"]
-    ]  # fmt: skip
-    assert gradient_error(gradients, truth) <= 1e-10
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import signal
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,9 @@ from test_offload import CONFIG
 from tiny_model import batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
 
-from seq1f1b import _C, LoopbackGroup, Memory, PipelineEngine, PipelineError
-from seq1f1b.engine.offload import TierFacts
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b.engine.file_tier import FileTier
+from seq1f1b.engine.offload import BLOCK, _holders
 from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -34,23 +35,22 @@ class Loads:
     """A tier, and what lies in it."""
 
     def __init__(self, directory: Path) -> None:
-        self.tier, self.group = _C.file_tier(str(directory)), LoopbackGroup(1)[0]
+        self.tier = FileTier(directory, LoopbackGroup(1)[0].group)
         self.out_there: dict[int, list[Tensor]] = {}
 
     def out(self, number: int, sizes: list[int]) -> None:
-        parts = [torch.randint(256, (size + 64,), dtype=torch.uint8)[64:] for size in sizes]
-        _C.tier_move(self.tier, True, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
-        _C.tier_wait(self.tier, self.group.group, number)
+        parts = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        self.tier.out(number, [part.untyped_storage() for part in parts])
+        self.tier.wait(number)
         self.out_there[number] = parts
 
     def back(self, number: int) -> None:
         parts = self.out_there.pop(number)
-        rooms = [torch.empty(len(part) + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8) for part in parts]
-        begins = [-room.data_ptr() % _C.TIER_ALIGNMENT for room in rooms]
+        rooms = [torch.empty(len(part) + 2 * BLOCK, dtype=torch.uint8) for part in parts]
+        begins = [-room.data_ptr() % BLOCK for room in rooms]
         addresses = [room.data_ptr() + begin for room, begin in zip(rooms, begins, strict=True)]
-        places = zip(addresses, map(len, parts), strict=True)
-        _C.tier_move(self.tier, False, number, array("q", [x for place in places for x in place]))
-        _C.tier_wait(self.tier, self.group.group, number)
+        self.tier.load(number, [room.untyped_storage() for room in rooms], addresses)
+        self.tier.wait(number)
         for part, room, begin in zip(parts, rooms, begins, strict=True):
             assert torch.equal(room[begin : begin + len(part)], part)
 
@@ -58,9 +58,18 @@ class Loads:
 SIZES = {0: [1], 1: [4096], 2: [5000, 3, 4095], 3: [9 << 20, 4097], 4: [], 5: [(4 << 20) - 1]}
 
 
-@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
-def test_what_went_out_comes_back(tmp_path: Path, directory: str) -> None:
-    loads = Loads(tmp_path if directory == "disk" else Path(directory))
+@pytest.mark.parametrize("directory", ["disk", "through the page cache", "/dev/shm"])
+@pytest.mark.filterwarnings("ignore:Memory.offload")  # lies in memory
+def test_what_went_out_comes_back(tmp_path: Path, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if directory == "through the page cache":  # a file system that refuses O_DIRECT
+
+        def refuse(file: int, command: int, flags: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return 0
+
+        monkeypatch.setattr("fcntl.fcntl", refuse)
+    loads = Loads(Path(directory) if directory == "/dev/shm" else tmp_path)
     for number in (2, 0, 3, 4, 5, 1):
         loads.out(number, SIZES[number])
     for number in (3, 0, 2):
@@ -72,34 +81,17 @@ def test_what_went_out_comes_back(tmp_path: Path, directory: str) -> None:
 
 
 def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> None:
-    loads = Loads(tmp_path)
+    """Times are those of transfers, without the waits between them."""
+    loads, begin = Loads(tmp_path), time.monotonic_ns()
     for number in range(40):
         loads.out(number, [10_000, 3])  # 3 blocks and 1
         if number >= 3:
             loads.back(number - 3)
-    facts = TierFacts(*_C.tier_facts(loads.tier))
-    assert (facts.room_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
-
-
-def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> None:
-    loads, begin = Loads(tmp_path), time.monotonic_ns()
-    for number in range(4):
-        loads.out(number, [1 << 20])
-        loads.back(number)
     moving = time.monotonic_ns() - begin
     time.sleep(0.1)
-    facts = TierFacts(*_C.tier_facts(loads.tier))
+    facts = loads.tier.step_facts()
+    assert (facts.room_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
     assert facts.ns_out > 0 and facts.ns_in > 0 and facts.ns_out + facts.ns_in <= moving
-
-
-def test_a_reset_forgets_all_loads(tmp_path: Path) -> None:
-    loads = Loads(tmp_path)
-    loads.out(7, [5000])
-    _C.tier_reset(loads.tier)
-    with pytest.raises(RuntimeError, match="load 7 is not out"):
-        _C.tier_wait(loads.tier, loads.group.group, 7)
-    loads.out(7, [5000])
-    loads.back(7)
 
 
 # -- disks that fail ---------------------------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
-    """And a reset what is under way: 8 GB take seconds."""
+    """A reset then ends what is under way: 8 GB take seconds."""
 
     def interrupt(*_: object) -> None:
         raise Interrupted
@@ -261,25 +253,26 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         start = time.perf_counter()
-        _C.tier_move(loads.tier, True, 1, array("q", [part.data_ptr(), len(part)] * 128))
+        loads.tier.out(1, [part.untyped_storage()] * 128)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
-            _C.tier_wait(loads.tier, loads.group.group, 1)
-        _C.tier_reset(loads.tier)
+            loads.tier.wait(1)
+        loads.tier.reset()
+        loads.out(1, [5000])
+        loads.back(1)
         assert time.perf_counter() - start < 1.5
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    loads.out(1, [5000])
-    loads.back(1)
+    assert _holders(part.untyped_storage()) == 1, "the thread holds it no more"
 
 
 def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
     """It has no thread of the tier's that it could wait for."""
     code = (
         "import os, sys\n"
-        "from seq1f1b import _C\n"
-        "tier = _C.file_tier(sys.argv[1])\n"
+        "from seq1f1b.engine.file_tier import FileTier\n"
+        "tier = FileTier(sys.argv[1], None)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    del tier\n"
@@ -300,9 +293,9 @@ def test_a_file_system_without_files_that_have_no_name(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     code = (
         "import ctypes, errno, os, sys\n"
-        "from seq1f1b import _C\n"
+        "from seq1f1b.engine.file_tier import FileTier\n"
         "ctypes.CDLL(None).failing_calls_arm(16, ctypes.c_long(0), errno.EOPNOTSUPP)\n"
-        "tier = _C.file_tier(sys.argv[1])\n"
+        "tier = FileTier(sys.argv[1], None)\n"
         "print(ctypes.CDLL(None).failing_calls_disarm(), os.listdir(sys.argv[1]))\n"
     )
     done = subprocess.run(

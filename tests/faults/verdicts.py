@@ -415,8 +415,8 @@ def refused_by_split() -> Named:
         yield f"rows by place, {name}", made(partial(told.by, take))
     for name, forward in told.NOT_REFUSED.items():
         yield name, made(partial(told.model_of, forward, rng=torch.Generator()))
-    for name, (*_, change, says) in told.READS.items():
-        yield f"{name}, changed later", made(partial(told.reading, name), says or "", change=change)
+    for name, (*_, change) in told.READS.items():
+        yield f"{name}, changed later", made(partial(told.reading, name), change=change)
 
 
 def lost_by_a_cut() -> Named:

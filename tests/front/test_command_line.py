@@ -201,7 +201,7 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     f"{TREES} --prompt 2k": "--prompt and --responses go together, as --prompt 2048 --responses 8x256",
     f"{TREES} --prompt 2k --responses 8x9 --segments 4": "--segments is for steps of sequences: leave it out with",
     f"{TREES} --prompt 2k --responses 8x9 --context 2": "--context is for steps of sequences: leave it out with",
-    f"{TREES} --prompt 2k --responses 8x9 --stages 1,2": "--stages names several, with --prompt it must be one",
+    f"{TREES} --prompt 2k --responses 8x9 --stages 1,2": "--stages names several values: give one with --prompt",
     f"{TREES} --prompt 0 --responses 8x9": "--prompt is 0, must be at least 1",
     f"{TREES} --prompt 2k --responses 8x9 --memory 9GiB": "fits in 9,663,676,416 bytes a rank: the smallest budget",
     f"{TREES} --prompt 2k --responses 9999x9": "a step of more than 20000 responses takes long to plan",

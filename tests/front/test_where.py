@@ -1,7 +1,8 @@
-"""Does the table of what runs where say what the engine does, and does the planner offer nothing else?"""
+"""Does the table of what runs where, in the docs, say what the engine does, and does the planner offer nothing else?"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,23 @@ from torch import nn
 from seq1f1b import HOST, LoopbackGroup, Memory, ModelShape, PipelineEngine, where
 from seq1f1b.planning.hardware import load_hardware, presets
 from seq1f1b.planning.search import search_plans
-from seq1f1b.where import State
 
-# What asks for a feature. Stages on the meta device stand for those on a GPU in what an engine refuses at once.
+# What asks for a feature, by the beginning of its row in the docs.
 ASKS = {
-    "steps": {},
-    "recompute": {"memory": Memory("all")},
-    "folder": {"memory": Memory(offload=".")},
-    "host": {"memory": Memory(offload=HOST)},
-    "times": {"schedule": "tuned"},
-    "auto": {"transport": "auto"},
-    "through host": {"transport": "shm"},
-    "between gpus": {"transport": "copy"},
+    "training and evaluation": {},
+    "`Memory(recompute=)`": {"memory": Memory("all")},
+    "`Memory(offload=FOLDER)`": {"memory": Memory(offload=".")},
+    "`Memory(offload=seq1f1b.HOST)`": {"memory": Memory(offload=HOST)},
+    '`engine.report()`, `schedule="tuned"`': {"schedule": "tuned"},
+    "messages by what is there": {"transport": "auto"},
+    "messages through host memory": {"transport": "shm"},
+    "messages that stay on GPUs": {"transport": "copy"},
 }
+ROWS = re.findall(
+    r"^\| (.*) \| (verified|rehearsed|refused) \| (\w+) \| (\w+) \|$",
+    (Path(__file__).parents[2] / "docs/limits.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
 
 
 def engine(**options: Any) -> PipelineEngine:
@@ -33,45 +38,32 @@ def engine(**options: Any) -> PipelineEngine:
 
 
 def test_the_table_is_walked_whole() -> None:
-    assert set(ASKS) == set(where.ROWS)
+    assert [[asked for asked in ASKS if row[0].startswith(asked)] for row in ROWS] == [[asked] for asked in ASKS]
 
 
-@pytest.mark.parametrize("feature", where.ROWS)
-def test_the_engine_refuses_on_the_cpu_what_the_table_does(feature: str) -> None:
-    row = where.ROWS[feature]
-    if row.cpu is State.REFUSED:
+@pytest.mark.parametrize(("row", "asked"), list(zip(ROWS, ASKS.values(), strict=True)), ids=list(ASKS))
+def test_the_engine_refuses_what_the_table_does(row: tuple[str, ...], asked: Any, monkeypatch: Any) -> None:
+    """Nothing is verified on several GPUs, which nobody has had."""
+    _, cpu, one_gpu, several = row
+    assert several != "verified" and (one_gpu == "refused") == (several == "refused")
+    if cpu == "refused":
         with pytest.raises(ValueError, match="cpu"):
-            engine(**ASKS[feature])
+            engine(**asked)
     else:
-        made = engine(loss_fn=nn.functional.mse_loss, **ASKS[feature])
+        made = engine(loss_fn=nn.functional.mse_loss, **asked)
         made.step(torch.ones(2, 4, 2), target=torch.zeros(2, 4, 2))
         made.close()
+    if one_gpu == "refused":
+        monkeypatch.setattr("seq1f1b.engine.set_up.common_device", lambda modules: torch.device("cuda", 0))
+        with pytest.raises(ValueError, match=r"this one is on cuda:0: give Memory\(offload=seq1f1b\.HOST\)"):
+            engine(**asked)
 
 
-@pytest.mark.parametrize("feature", [f for f in where.ROWS if where.ROWS[f].one_gpu is State.REFUSED])
-def test_the_engine_refuses_on_a_gpu_what_the_table_does(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seq1f1b.engine.engine.common_device", lambda modules: torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=r"this one is on cuda:0: give Memory\(offload=seq1f1b\.HOST\)"):
-        engine(**ASKS[feature])
-
-
-@pytest.mark.parametrize("feature", where.ROWS)
-def test_states_agree_with_each_other(feature: str) -> None:
-    """Nothing is verified on several GPUs, which nobody has had; what is refused anywhere says what to do."""
-    row = where.ROWS[feature]
-    assert row.several_gpus is not State.VERIFIED
-    refused = State.REFUSED in (row.cpu, row.one_gpu, row.several_gpus)
-    assert refused == bool(row.refusal) and (row.one_gpu is State.REFUSED) == (row.several_gpus is State.REFUSED)
-    if refused:
-        device = "cpu" if row.cpu is State.REFUSED else "cuda:0"
-        with pytest.raises(ValueError, match=f"Option: .*on {device}: .*(give|use)"):
-            where.check(feature, "Option", device)
-
-
-def test_the_table_stands_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs/limits.md").read_text()
-    for cells in where.rows():
-        assert f"| {' | '.join(cells)} |" in text
+def test_a_tier_refuses_other_devices() -> None:
+    for tier, device in (("folder", "cuda:0"), ("host", "cpu")):
+        with pytest.raises(ValueError, match=f"^Option: .*on {device}: give Memory"):
+            where.check(tier, "Option", device)
+    assert [where.tier_of(device) for device in ("cpu", "cuda", "mps")] == ["folder", "host", None]
 
 
 SHAPE = ModelShape(hidden=1024, layers=8, heads=8, kv_heads=8, ffn=4096, vocab=1000)
@@ -91,7 +83,7 @@ def test_plans_move_units_to_where_the_engine_takes_them(name: str) -> None:
     found = plan(machine, cap, "offload")
     assert any("L" in row for row in found.plans[0].units)
     assert found.tier is not None
-    assert where.ROWS[found.tier].state(machine.device_type, is_several=True) is not State.REFUSED
+    where.check(found.tier, "offload", machine.device_type)
     asked = "seq1f1b.HOST" if machine.device_type == "cuda" else "offload=FOLDER"
     assert asked in found.to_text("model")
     if machine.device_type == "cuda":

@@ -5,7 +5,6 @@
 #include "core/receives.h"
 #include "core/transform.h"
 #include "model/critical.h"
-#include "model/fit.h"
 #include "model/memory.h"
 #include "model/simulate.h"
 
@@ -158,58 +157,6 @@ static void require_memory(const s1f_program *program)
     free(kv);
 }
 
-static void find_peaks(const s1f_schedule *schedule, const s1f_memory_bytes *bytes, int64_t *totals)
-{
-    s1f_program *program = NULL;
-    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
-    s1f_memory_peak *peaks = malloc((size_t)num_ranks * sizeof *peaks);
-    REQUIRE(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &program) == S1F_OK);
-    REQUIRE(s1f_program_memory(program, bytes, peaks) == S1F_OK);
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        totals[rank] = peaks[rank].total;
-    s1f_program_free(program);
-    free(peaks);
-}
-
-/* With units that give up what they saved, each rank holds no more than its room, if it does with all of them. */
-static void require_fit(const s1f_schedule *schedule, const s1f_program *program)
-{
-    const s1f_shape *shape = &program->shape;
-    size_t num_ranks = (size_t)shape->num_ranks, k = (size_t)s1f_num_columns(shape);
-    size_t units = (size_t)shape->num_stages * k, num_cells = (size_t)(shape->num_stages * s1f_num_cells(shape));
-    int64_t *sizes = malloc(2 * units * sizeof *sizes), *totals = malloc(3 * num_ranks * sizeof *totals);
-    unsigned char *kinds = malloc(num_cells);
-    for (size_t i = 0; i < units; i++) {
-        sizes[i] = (int64_t)(1 + i % k);
-        sizes[units + i] = (int64_t)(2 * (1 + i % k));
-    }
-    s1f_memory_bytes bytes = {.of = {[S1F_HOLDS_SAVED] = sizes, [S1F_HOLDS_FOR_WEIGHT] = sizes + units}};
-    int64_t *whole = totals, *least = totals + num_ranks, *room = totals + 2 * num_ranks;
-    for (size_t rank = 0; rank < num_ranks; rank++)
-        room[rank] = 0;
-    s1f_fit fit = {.bytes = &bytes, .room = room, .recomputes = 1};
-    s1f_schedule *changed = NULL;
-    if (s1f_program_fit(program, &fit, kinds) == S1F_OK) {
-        find_peaks(schedule, &bytes, whole);
-        REQUIRE(s1f_schedule_recompute(schedule, NULL, &changed) == S1F_OK);
-        find_peaks(changed, &bytes, least);
-        s1f_schedule_free(changed);
-        for (size_t rank = 0; rank < num_ranks; rank++)
-            room[rank] = (whole[rank] + least[rank]) / 2;
-        REQUIRE(s1f_program_fit(program, &fit, kinds) == S1F_OK);
-        REQUIRE(s1f_schedule_recompute(schedule, kinds, &changed) == S1F_OK);
-        find_peaks(changed, &bytes, whole);
-        s1f_schedule_free(changed);
-        for (size_t rank = 0; rank < num_ranks; rank++)
-            REQUIRE(whole[rank] <= room[rank]);
-    } else {
-        REQUIRE(strstr(s1f_last_error(), "fit one that keeps all") != NULL);
-    }
-    free(kinds);
-    free(totals);
-    free(sizes);
-}
-
 /* With places by time ranks get through, at once or with a rendezvous. */
 static void require_places_by_time(const s1f_schedule *schedule)
 {
@@ -274,7 +221,6 @@ int require_order_is_sound(const s1f_schedule *schedule, int32_t prefetch)
     require_program_is_sound(program);
     require_times(program);
     require_memory(program);
-    require_fit(schedule, program);
     REQUIRE(s1f_program_add_receives(program) == S1F_OK);
     require_program_is_sound(program);
     s1f_program_free(program);

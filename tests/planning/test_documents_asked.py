@@ -165,4 +165,4 @@ def test_state_that_cannot_know_the_documents_is_told_once(tells: bool) -> None:
         for _ in range(2):
             train(engine, plan, documents, tells=tells)
     found = [str(w.message) for w in told if issubclass(w.category, SegmentWarning) and "doc_ids" in str(w.message)]
-    assert len(found) == (not tells) and all("stage 0 carries state along a row of several" in text for text in found)
+    assert len(found) == (not tells) and all("stage 0 carries state along packed documents" in text for text in found)

@@ -335,7 +335,7 @@ MIXED = {"seq_len": None}
         ({"num_microbatches": 10**12}, "needs 2 P v M k <= 10000000 units"),
         ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
         ({"vocabulary": "all"}, "vocabulary is 'all', must be one of any, ends, ranks"),
-        ({"vocabulary": "ranks", "layout": Layout(head_in_loss=False)}, "needs a vocabulary, and has its loss in its"),
+        ({"vocabulary": "ranks", "layout": Layout(head_in_loss=False)}, "needs a model with vocab, and head_in_loss"),
         ({"remedies": ("pray",)}, "remedies hold 'pray', must be of recompute, offload"),
         ({"remedies": ("offload",)}, "units cannot move: a100 states no tier"),
         (

@@ -230,7 +230,7 @@ def test_some_of_the_trees() -> None:
     back = some.rows([torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6])], fill=0)
     assert [row.tolist() for row in back] == [[0, 3, 4, 5], [0, 0], [0, 1, 2], [0, 3, 4, 6], [0]]
     for wrong in ([0, 0], [3], [-1]):
-        with pytest.raises(ValueError, match=r"must be numbers of 0\.\.2, no one twice"):
+        with pytest.raises(ValueError, match=r"must be numbers of 0\.\.2, each at most once"):
             trees.take(wrong)
 
 
@@ -268,7 +268,7 @@ ROWS = tensors([[1, 2], [3, 4, 5]])
         ({"input_ids": torch.rand(2, 3)}, "must be whole numbers"),
         ({"input_ids": [[1, 2]]}, "row 0 must be a one-dimensional tensor"),
         ({"advantages": torch.rand(2)}, "must have a value for each token; one for each row becomes"),
-        ({"input_ids": ROWS, "old": [torch.rand(2)] * 2}, "old of row 1 has 2 values, the row has 3 tokens"),
+        ({"input_ids": ROWS, "old": [torch.rand(2)] * 2}, "old of row 1 has 2 values, must have one for each of 3"),
         ({"input_ids": ROWS, "loss_mask": [torch.ones(2)]}, "has 1 rows"),
         ({"loss_mask": torch.tensor([[1, 1, 1], [1, 1, float("inf")]])}, "row 1 holds inf"),
         ({"groups": [1, 2, 3]}, "groups has 3 values, must have one for each of 2 rows"),

@@ -234,4 +234,5 @@ def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
             yield calls
         finally:
             cuda_attention._passes.cache_clear()
-            document_layout.forget()
+            document_layout._remembered.clear()
+            document_layout._asking.clear()

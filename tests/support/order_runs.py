@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from slices import by_family, every_pair
 from tiny_model import Config, cross_entropy, stage_of
 from torch import nn
 
@@ -43,10 +42,11 @@ def embedding_of(model, rank, num_ranks):
     return shard
 
 
-def join_rows(found):
-    """Gradients by name from those of ranks, rows of shards in order."""
+def join_rows(found, is_spread=True):
+    """Gradients by name from those of ranks: rows of shards in order, or copies of tied parameters, which are equal."""
     gradients = {name: g for own in found for name, g in own.items()}
-    shared = [name for name in gradients if sum(name in own for own in found) > 1]
+    assert is_spread or all(torch.equal(g, gradients[name]) for own in found for name, g in own.items())
+    shared = is_spread * [name for name in gradients if sum(name in own for own in found) > 1]
     return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
 
 
@@ -108,35 +108,3 @@ def cases() -> Iterator[Case]:
 @functools.cache
 def all_cases() -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases()))
-
-
-@functools.cache
-def few_cases(turn: int = 0) -> tuple[Case, ...]:
-    """Cases for the plain run, as small ones as there are.
-
-    Each family is in one that has a steady state: P above 1, M above P and k above 1 where it allows that. Among these,
-    any two values of P, k and uneven meet that a family allows together. Each value of P, M, k and v is in at least one
-    case, so that a single rank, a single micro-batch and a single segment are tried.
-
-    Args:
-        turn: another number turns the list of cases, of which equal ones are taken in order.
-    """
-    steady = []
-    for own in map(list, by_family(all_cases())):
-        in_segments = any(k > 1 for _, _, _, k, _, _ in own)
-        steady += [case for case in own if case[1] > 1 and case[2] > case[1] and case[3] > in_segments] or own
-    turn %= len(steady)
-    chosen = every_pair(steady[turn:] + steady[:turn], among=(1, 3, 5), cost=units)
-    there = [{case[column] for case in chosen} for column in range(5)]
-    rest = [case for case in all_cases() if any(case[column] not in there[column] for column in range(5))]
-    for case in sorted(rest, key=units):
-        new = [column for column in range(5) if case[column] not in there[column]]
-        chosen += [case] if new else []
-        for column in new:
-            there[column].add(case[column])
-    return tuple(chosen)
-
-
-def units(case: Case) -> int:
-    """How long a case takes: forward units of as many layers as a model of one rank has."""
-    return case[2] * case[3]

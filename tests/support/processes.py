@@ -9,9 +9,10 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,58 @@ def start_processes(world: int, fn: Callable[..., None], *arguments: Any) -> mp.
     return mp.start_processes(fn, arguments, nprocs=world, join=False, start_method="forkserver")
 
 
+def _live(pipe: Connection) -> None:
+    """Does what it is told, one function after another, and says how each has ended: with an error's text, or ""."""
+    while True:
+        rank, world, store, fn, arguments = pipe.recv()
+        try:
+            _enter(rank, world, store, fn, arguments)
+            pipe.send("")
+        except BaseException:
+            pipe.send(traceback.format_exc())
+
+
+class LivingRanks:
+    """Processes that live as long as this one, or until a function fails in one of them."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+
+    def run(self, world: int, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        while len(self.pipes) < world:
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=_live, args=(theirs,), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+        with tempfile.TemporaryDirectory() as folder:
+            busy: list[Any] = self.pipes[:world]
+            for rank, pipe in enumerate(busy):
+                pipe.send((rank, world, f"{folder}/store", fn, arguments))
+            try:
+                while busy:
+                    for pipe in wait(busy):
+                        busy.remove(pipe)
+                        error = pipe.recv()
+                        assert not error, error
+            except BaseException:  # of a rank, EOFError of one that has died, or a time-out of the test
+                self.end()
+                raise
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.__init__()  # type: ignore[misc]
+
+
+LIVING = LivingRanks()
+
+
 def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
-    """Calls ``fn(rank, world, *arguments)`` in fresh processes with a gloo group; the first failure is raised."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
-        while not processes.join():
-            pass
+    """Calls ``fn(rank, world, *arguments)`` in living processes with a gloo group; the first failure is raised."""
+    LIVING.run(world, fn, arguments)
 
 
 def give_back_what_is_freed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -87,32 +87,22 @@ def one_in(count: int, names: Iterable[str], *, rest: int = 0, always: Collectio
     return [pytest.param(name, marks=() if stays(name) else pytest.mark.full) for name in names]
 
 
-def every_pair(
-    grid: Sequence[tuple[Any, ...]],
-    *,
-    among: Collection[int] | None = None,
-    cost: Callable[[tuple[Any, ...]], float] = lambda case: 1.0,
-) -> list[tuple[Any, ...]]:
-    """Cases of a grid, one after another that which adds most for its cost: each pair of values that the grid holds is
-    in one.
+def every_pair(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Cases of a grid, one after another that which adds most: each pair of values that the grid holds is in one.
 
     Three columns of ten values have 1,000 cases, and about 100 of them hold all pairs. What fails only where three
     values meet is for the whole grid.
-
-    Args:
-        among: columns whose pairs are wanted; of every other one each value is in a case. None: all columns.
-        cost: of a case, in any unit.
     """
-    parts = [_values_and_pairs(case, range(len(case)) if among is None else among) for case in grid]
+    parts = [_values_and_pairs(case) for case in grid]
     left = set().union(*parts)
     chosen = []
     while left:
-        best = max(range(len(grid)), key=lambda i: len(parts[i] & left) / cost(grid[i]))
+        best = max(range(len(grid)), key=lambda i: len(parts[i] & left))
         chosen.append(grid[best])
         left -= parts[best]
     return chosen
 
 
-def _values_and_pairs(case: tuple[Any, ...], among: Collection[int]) -> set[Any]:
+def _values_and_pairs(case: tuple[Any, ...]) -> set[Any]:
     values = list(enumerate(map(repr, case)))
-    return {*values, *itertools.combinations([values[i] for i in among], 2)}
+    return {*values, *itertools.combinations(values, 2)}

@@ -24,9 +24,11 @@ class StandInEdges(DeviceEdges):
         self.kept: list[Any] = []
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        run_unit = super().around(run)
+
         def after_the_stream(*arguments: Any) -> Any:
             stand_in().synchronise(self.ordinal())
-            self.kept.append(run(*arguments))
+            self.kept.append(run_unit(*arguments))
             return self.kept[-1]
 
         return after_the_stream
@@ -44,7 +46,7 @@ class StandInEdges(DeviceEdges):
     def warm(self) -> None:
         """Nothing: kernels are torch's on the CPU."""
 
-    def place_views(self) -> Any:
+    def gpu_views(self) -> Any:
         return place_views
 
     def begin_step(self) -> None:

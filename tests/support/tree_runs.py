@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,6 @@ from seq1f1b import PipelineEngine, build_schedule
 from seq1f1b.testing import run_ranks
 
 Sizes = list[int | list[int]]
-
-__all__ = ["Trees", "data_of", "paths_of", "random_tree", "random_trees", "run_paths", "tokens_of", "train"]
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
 TWO_STAGES = (
@@ -60,6 +59,29 @@ def random_trees(rng: random.Random, most_microbatches: int = 4, most_nodes: int
         found.sizes.append([s if isinstance(s, int) else sum(s) for s in sizes] if is_chain else sizes)
         found.parents.append(None if is_chain else parents)
     return found
+
+
+def cut(rng: random.Random, length: int, count: int) -> Sizes:
+    """A row of this length, in so many segments of random sizes."""
+    ends = [0, *sorted(rng.sample(range(1, length), count - 1)), length]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def random_rows(rng: random.Random) -> Trees:
+    """Rows of any length, one long and many short, of one token, or of one length; at times in equally many parts."""
+    match rng.randrange(4):
+        case 0:
+            lengths = [rng.randint(1, 24) for _ in range(rng.randint(1, 6))]
+        case 1:
+            lengths = [60, *(rng.randint(1, 3) for _ in range(rng.randint(2, 6)))]
+            rng.shuffle(lengths)
+        case 2:
+            lengths = [1] * rng.randint(1, 6)
+        case _:
+            lengths = [rng.randint(4, 12)] * rng.randint(2, 6)
+    most = min(lengths) if rng.random() < 0.5 else 0
+    counts = [min(most, 2) or rng.randint(1, min(length, 4)) for length in lengths]
+    return Trees([cut(rng, *row) for row in zip(lengths, counts, strict=True)], [None] * len(lengths))
 
 
 def tokens_of(size: int | list[int]) -> int:

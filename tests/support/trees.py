@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from seq1f1b import Schedule, Unit
 
@@ -47,17 +47,31 @@ def children_of(parents: Sequence[int], segment: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == segment]
 
 
-def makers_of(unit: Unit, trees: Trees, num_stages: int, back: str) -> set[Unit]:
-    """Units that must end before an F, B, I or W starts. back: the letter of the pass that goes back."""
-    parents = trees[unit.microbatch]
-    if unit.kind == "F":
-        before = {unit._replace(stage=unit.stage - 1)} if unit.stage > 0 else set()
-        parent = parents[unit.segment]
-        return before | ({unit._replace(segment=parent)} if parent >= 0 else set())
-    if unit.kind == "W":
-        return {unit._replace(kind="I")}
-    before = {unit._replace(kind="F")} | {unit._replace(segment=child) for child in children_of(parents, unit.segment)}
-    return before | ({unit._replace(stage=unit.stage + 1)} if unit.stage + 1 < num_stages else set())
+def makers_of(unit: Unit, trees: Trees, num_stages: int, kinds: Iterable[str], num_shards: int = 0) -> set[Unit]:
+    """Units that must end before a unit starts, in an order of these passes: B and I, where both are among them.
+
+    Args:
+        num_shards: of a vocabulary that lies on the ranks.
+    """
+    kind, stage, m, s = unit
+    parents, last, shards = trees[m], num_stages - 1, range(num_shards)
+    if kind == "F":
+        found = {("F", stage - 1, s), ("F", stage, parents[s])} | {("E", r, s) for r in shards if stage == 0}
+    elif kind == "W":
+        found = {("I", stage, s)}
+    elif kind == "S":
+        found = {("F", last, s)}
+    elif kind == "T":
+        found = {("S", r, s) for r in shards}
+    elif kind == "G":
+        found = {(back, 0, s) for back in "BI"}
+    elif kind == "E":
+        found = set()
+    else:
+        found = {("F", stage, s)} | {("T", r, s) for r in shards if stage == last}
+        found |= {(back, stage + 1, s) for back in "BI"}
+        found |= {(back, stage, child) for back in "BI" for child in children_of(parents, s)}
+    return {Unit(k, at, m, i) for k, at, i in found if k in kinds and 0 <= at <= last and i >= 0}
 
 
 def text_of(trees: Trees, ranks: Sequence[Sequence[Unit]]) -> str:
@@ -80,7 +94,7 @@ def random_tree_order(rng: random.Random, most_nodes: int = 8) -> tuple[Schedule
         for m, own in enumerate(trees)
         for s in range(len(own))
     ]
-    waits = {unit: makers_of(unit, trees, S, back) for unit in sorted(left)}
+    waits = {unit: makers_of(unit, trees, S, kinds) for unit in sorted(left)}
     takers: dict[Unit, list[Unit]] = {}
     for unit, makers in waits.items():
         for maker in makers:
