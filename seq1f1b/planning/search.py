@@ -342,7 +342,7 @@ def search_plans(
 
 
 def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Returns the sets of remedies to try: both together first, which save most, and each remedy alone."""
+    """Returns the sets of remedies to try: each remedy alone, and both together."""
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
@@ -353,7 +353,7 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
             f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
         )
     wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
-    return [REMEDIES, *wanted] if len(wanted) > 1 else wanted
+    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
 class _Search(Pricing):
