@@ -93,14 +93,6 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    """Raises unless the value is an int of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} is {value}, must be at least {least}")
-
-
 def check_number(name: str, value: float) -> None:
     """Raises unless the value is a number above 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from seq1f1b import _C
 
@@ -81,12 +81,14 @@ def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
-    """Returns a whole number from ``least`` to ``most``, or raises."""
-    if not least <= index(value) <= most:
-        raise ValueError(
-            f"{name} is {value}, must be {f'at least {least}' if value < least else f'in {least}..{most}'}"
-        )
-    return int(value)
+    """Returns a whole number from ``least`` to ``most``, or raises; a bool is no number."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    number = index(value)
+    if not least <= number <= most:
+        rule = f"at least {least}" if number < least else f"in {least}..{most}"
+        raise ValueError(f"{name} is {number}, must be {rule}")
+    return number
 
 
 def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:

@@ -11,7 +11,10 @@ SLOW = (
     *("engine/test_engine_compile.py", "front/test_gpu_benchmark.py", "view/test_explorer.py", "view/test_page.py"),
     *("attention/test_ulysses.py::test_a_compiled_stage_of_two_ranks", "transport/test_launch.py"),
 )
-LONGEST_FIRST = (*(name.partition("::")[0] for name in SLOW), "engine/test_failures.py", "checks/test_verify.py")
+LONGEST_FIRST = (
+    *(name.partition("::")[0] for name in SLOW),
+    *("engine/test_random_steps.py", "engine/test_failures.py", "checks/test_verify.py"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -75,7 +75,7 @@ static double cost_between(const cost_function *cost, int64_t begin, int64_t end
 typedef struct {
     int64_t unit;       /* multiple_of */
     int64_t short_unit; /* tokens of the short unit; 0: none, multiple_of divides the sequence */
-    int64_t num_units;  /* the short one included */
+    int64_t num_units;  /* the short unit included */
 } grid;
 
 static grid make_grid(int64_t seq_len, int64_t multiple_of)
@@ -216,7 +216,7 @@ static void place_boundaries(const placed_grid *p, int64_t num_segments, double 
     }
     int64_t begin = 0;
     for (int64_t i = 0; i < num_segments; i++) {
-        int64_t later = num_segments - 1 - i; /* segments after this one, each at least one unit */
+        int64_t later = num_segments - 1 - i; /* segments after this segment, each at least one unit */
         int64_t low = sizes[i] > begin + 1 ? sizes[i] : begin + 1, high = num_units - later;
         double begin_cost = boundary_cost(p, begin);
         double wanted = begin_cost + (total - begin_cost) / (double)(later + 1);
@@ -356,7 +356,7 @@ static s1f_status make_piece_cost(cost_function *cost)
     return S1F_OK;
 }
 
-/* Segments differ by at most one unit, the longer ones first. */
+/* Segments differ by at most one unit, the longer segments first. */
 static void cut_evenly(const grid *g, int64_t num_segments, int64_t *sizes)
 {
     int64_t units = g->num_units / num_segments, longer = g->num_units % num_segments;

@@ -1,4 +1,4 @@
-/* pool.h - arrays that are made one by one and freed together. */
+/* pool.h - arrays made one by one and freed together. */
 #ifndef S1F_POOL_H
 #define S1F_POOL_H
 

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {        /* one edge of this rank, from either end */
+typedef struct {        /* an edge of this rank, from either end */
     void **keeps;       /* sender, [num_messages]: results on their way; a GPU reads them after SEND has returned */
     int64_t first, end; /* of keeps: not released yet */
 } edge_state;
@@ -22,7 +22,7 @@ struct s1f_executor {
     const s1f_instruction *instructions;
     int64_t num_instructions;
     const s1f_edge *edges;
-    const s1f_rank_program *ranks; /* units of all of them */
+    const s1f_rank_program *ranks; /* units of all ranks */
     s1f_shape shape;
     int32_t num_edges, num_stages, thread_scope;
     s1f_group *group;
@@ -35,7 +35,7 @@ struct s1f_executor {
     int32_t num_slots;
     s1f_span *spans;
     s1f_late_weight *weights; /* numbers of instructions, RUNs */
-    s1f_fill *fills;          /* room for one of each wait and each weight */
+    s1f_fill *fills;          /* room for one entry of each wait and each weight */
     int64_t num_weights;
     /* in the current step: */
     int64_t next_weight, num_fills;
@@ -45,9 +45,9 @@ struct s1f_executor {
     int32_t is_settled;  /* the spans are the device's */
     stage_count *stages; /* [stage] */
     /* between two RUNs: */
-    s1f_input *inputs; /* for the next one */
+    s1f_input *inputs; /* for the next RUN */
     int32_t num_inputs;
-    s1f_result result; /* of the last one */
+    s1f_result result; /* of the last RUN */
     int32_t num_unsent;
 };
 
@@ -84,7 +84,7 @@ static void allocate(s1f_executor *executor)
     executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
 }
 
-/* Takes this rank's ends. */
+/* Takes this rank's ends of edges. */
 static s1f_status set_edges(s1f_executor *executor, int32_t rank, s1f_edge_end *const *ends)
 {
     for (int32_t i = 0; i < executor->num_edges; i++) {

@@ -6,7 +6,7 @@
 
 typedef struct s1f_family s1f_family;
 
-/* One name of a family. An order may have two: one over whole micro-batches, and one over segments. */
+/* A name of a family. A family may have two: one over whole micro-batches, and one over segments. */
 typedef struct {
     const char *name, *description, *source, *validity; /* as in s1f_family_facts */
 } s1f_family_name;
@@ -43,7 +43,7 @@ struct s1f_family {
     int64_t (*most_live)(const s1f_request *request);
     int64_t (*least_units)(const s1f_request *request); /* that M k must be at least; NULL: no rule */
     const char *cap_rule;                               /* that option cap is at least most_live */
-    const void *numbers; /* what the family's file reads, where its families differ in numbers only */
+    const void *numbers; /* number for the family's file, whose families differ in numbers only */
 };
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,

@@ -56,13 +56,13 @@ typedef struct {
     const s1f_clock_rules *rules;
     void *context;
     double now, tolerance; /* seconds */
-    double *free;          /* [rank] when its unit ends */
+    double *free;          /* [rank] end of the rank's unit */
     s1f_unit *running;     /* [rank] */
-    unsigned char *look;   /* [rank] whether what it may do can have changed since it was looked at last */
+    unsigned char *look;   /* [rank] whether the rank's choice may have changed since the last look */
     int64_t num_started;
 } run_in_time;
 
-/* The unit that the rank ran has ended: those that may wait for it look again. */
+/* The rank's unit has ended: ranks that may wait for the unit look again. */
 static void end_unit(run_in_time *c, int32_t rank)
 {
     if (c->rules->all_look)

@@ -11,7 +11,7 @@
 typedef struct {
     s1f_shape shape;
     double *end[S1F_MAX_PRODUCTS]; /* [stage][cell] seconds; INFINITY: not started; NULL: not made at all */
-} s1f_board;                       /* its arrays are a pool's */
+} s1f_board;                       /* arrays of a pool */
 
 /* Nothing has started. The placement of the shape is borrowed. S1F_ERR_MEMORY. */
 s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *board);

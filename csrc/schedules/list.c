@@ -19,19 +19,19 @@ enum { FORWARD, INPUT, WEIGHT }; /* rows of tables by pass */
 typedef struct {
     preference prefers;
     int limit;       /* of memory, below the cap: 0 none; else ever fewer micro-batches */
-    int is_patient;  /* waits for the unit that it puts first where that comes within the time it takes */
-    int may_delay_w; /* W run only in gaps, else whenever no other unit could start at once */
+    int is_patient;  /* a rank waits for the rule's first unit if that comes within the time it takes */
+    int may_delay_w; /* 1: W run only in gaps; 0: whenever no other unit could start at once */
 } rule;
 
 typedef struct {
     int32_t pass, stage;
-    double begin; /* seconds; INFINITY: waits for other ranks */
+    double begin; /* seconds; INFINITY: the rank waits for other ranks */
 } choice;
 
 /* The next F or I of a stage. */
 typedef struct {
     int32_t number;
-    double ready;   /* when its inputs are there; INFINITY: one of them has not started, or no unit is left */
+    double ready;   /* time of its last input; INFINITY: an input has not started, or no unit is left */
     int is_refused; /* there is no room for it; as looked at last */
 } next_unit;
 
@@ -51,7 +51,7 @@ typedef struct {
     next_unit *next;       /* [F, I][stage] */
     int64_t *held;         /* [rank] bytes */
     double *rank_free;     /* [rank] seconds */
-    double *rank_left;     /* [rank] seconds of its units that have not started */
+    double *rank_left;     /* [rank] seconds of the rank's units that have not started */
     int32_t *last_pass;    /* [rank] F or I */
     choice *choices;       /* [rank] */
 } lister;
@@ -119,7 +119,7 @@ static void look(lister *l, int32_t pass, int32_t stage)
     next->number = number_at(l, pass, stage, i);
     int32_t source = l->units.source[next->number];
     if (pass == INPUT && l->going_back[i] >= l->num_started[stage])
-        return; /* its own F has not started */
+        return; /* the cell's own F has not started */
     next->ready = source < 0 ? 0 : l->end[source] + l->units.lag[next->number];
 }
 

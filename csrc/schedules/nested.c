@@ -9,8 +9,8 @@
 
 typedef struct {
     const s1f_shape *shape;
-    s1f_unit *forwards, *backwards; /* of one stage, in turn */
-    int64_t *number;                /* [cell]: of its F among those */
+    s1f_unit *forwards, *backwards; /* units of one stage, in turn */
+    int64_t *number;                /* [cell]: number of its F among the units */
     int64_t num_forwards, num_backwards;
 } nested;
 

@@ -9,7 +9,7 @@
 
 /* All borrowed. */
 typedef struct {
-    s1f_shape shape;                         /* of the orders, which split the backward; without trees */
+    s1f_shape shape;                         /* shape of the orders, which split the backward; without trees */
     const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
     double transfer;                         /* seconds between two ranks */
     const int64_t *unit_bytes;               /* [stage][column]: held from the start of F to the end of W */

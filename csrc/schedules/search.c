@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum {
-    NUM_STARTS = 4,       /* orders that are improved, the shortest first */
+    NUM_STARTS = 4,       /* orders to improve, the shortest first */
     MOST_STEPS = 20000,   /* of each; small problems settle within */
     MOST_TIMED = 8000000, /* units timed for each: some tenths of a second */
     HISTORY = 250         /* steps back whose makespan a new one may reach again */
@@ -29,10 +29,10 @@ struct s1f_search {
     s1f_pool pool; /* of all arrays */
 
     int32_t *order; /* ids, rank by rank */
-    int32_t *place; /* [id]: its index in the order */
-    int64_t *live;  /* [index]: bytes of the rank before that unit */
+    int32_t *place; /* [id]: index of the unit in the order */
+    int64_t *live;  /* [index]: bytes of the rank before the unit */
     int32_t *count; /* [rank] units of a start that is being written */
-    int is_broken;  /* it names a unit that does not exist, or one too many */
+    int is_broken;  /* the start names a unit that does not exist, or one too many */
     times now, trial;
 
     int32_t *from, *at, *awaited, *stack; /* [rank] while times are taken */
@@ -105,7 +105,7 @@ static double later_of(double a, double b)
     return a > b ? a : b;
 }
 
-/* All units may have other times than those in x->now. */
+/* Marks the times of all units as unknown. */
 static void time_all(s1f_search *x)
 {
     memcpy(x->from, x->units.first, (size_t)x->problem->shape.num_ranks * sizeof *x->from);
@@ -179,7 +179,7 @@ static double time_order(s1f_search *x, double limit)
     return num_ended == P ? last : INFINITY;
 }
 
-/* The times that were tried become those of now. */
+/* Takes the tried times as those of the order. */
 static void take_times(s1f_search *x)
 {
     for (int32_t rank = 0; rank < x->problem->shape.num_ranks; rank++)

@@ -10,11 +10,11 @@
 typedef struct {
     const s1f_unit *plan;  /* F and I */
     unsigned char *ran;    /* [unit of the plan] */
-    int64_t num_units, at; /* the first that has not run */
+    int64_t num_units, at; /* the first unit that has not run */
     int64_t place;         /* in the plan, of the unit chosen; -1: a W */
     int64_t forwards_left, live;
     int64_t num_inputs, num_weights; /* that have run */
-    s1f_unit *inputs;                /* in the order they ran, W after W follows it */
+    s1f_unit *inputs;                /* the I that have run, in their order, which W follow */
     int32_t num_ahead;
     double free; /* when its last unit ends, as an order is timed */
 } rank_state;

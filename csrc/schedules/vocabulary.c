@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-/* Passes of shards, those first for which others wait. */
+/* Passes of shards; first the passes for which other ranks wait. */
 enum { LOSS, STATISTICS, EMBED, EMBED_GRADIENT, NUM_QUEUES };
 static const int32_t pass_of[NUM_QUEUES] = {S1F_PASS_LOSS, S1F_PASS_STATISTICS, S1F_PASS_EMBED,
                                             S1F_PASS_EMBED_GRADIENT};
@@ -29,7 +29,7 @@ typedef struct {
     s1f_unit
         *cells[NUM_QUEUES]; /* in the order in which the first or the last stage goes forward, or back; NULL: none */
     int64_t num_cells;
-    int64_t num_first; /* Fs of the first stage that have begun */
+    int64_t num_first; /* number of Fs of the first stage that have begun */
     s1f_schedule *out;
 } spreading;
 

@@ -287,14 +287,6 @@ def _check_owned(model: nn.Module, parts: Sequence[ChainStage]) -> None:
             f"forward of {type(model).__name__} does not use {', '.join(left[:5])}, which no stage would own: remove "
             "it from the model"
         )
-    users = [(part.pipeline_place[0], set(part.modules())) for part in parts]
-    for name, module in model.named_modules():
-        stages = [stage for stage, modules in users if module in modules]
-        if len(stages) > 1 and getattr(module, "running_mean", None) is not None:
-            raise ValueError(
-                f"{name!r} ({type(module).__name__}) keeps statistics in buffers, and stages {stages} use it: each "
-                "would keep its own. Give it track_running_stats=False, or make it two modules"
-            )
 
 
 def _copy_tied(model: nn.Module, parts: Sequence[ChainStage]) -> None:

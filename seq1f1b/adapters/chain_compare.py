@@ -163,13 +163,17 @@ def _run(
             module.training = is_training
         # Each stage runs in a separate process, so no stage sees what another one changes.
         apart = [attributes_of(part.modules()) for part in parts]
-        buffers = [[(buffer, buffer.detach().clone()) for buffer in part.buffers()] for part in parts]
+        buffers = [[(name, b, b.detach().clone()) for name, b in part.named_buffers()] for part in parts]
         values = [value.detach() if isinstance(value, Tensor) else value for value in values]
         for index, part in enumerate(parts):
             put_back(apart[index])
-            for buffer, start in buffers[index]:
-                if not torch.equal(buffer, start):
-                    buffer.copy_(start)
+            for name, buffer, start in buffers[index]:
+                if _off(start, buffer):
+                    raise Refused(
+                        f"several stages of {whose} use buffer {name}, which a stage before {index} changes: each "
+                        "would change its own. Use a module of its own in each stage, or one without statistics "
+                        "(track_running_stats=False)"
+                    )
             torch.set_grad_enabled(True)
             held = {id(p) for p in part.parameters()}
             with _unreadable([p for p in parameters if id(p) not in held]):

@@ -54,7 +54,7 @@ class HostTier(Tier):
         _C.host_tier_begin_step(self.handle, most_loads)
 
     def step_facts(self) -> TierFacts | None:
-        return None if self.handle is None else TierFacts("pinned memory", *_C.host_tier_facts(self.handle))
+        return None if self.handle is None else TierFacts(*_C.host_tier_facts(self.handle))
 
     def reset(self) -> None:
         """Ends copies under way. Memory of moved tensors must stay until the end."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from seq1f1b.files import check_int
+from seq1f1b.flat import whole
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.agreement import check_agreement
@@ -136,8 +136,8 @@ def by_paths(
         own = [t.index_select(dim, p.own.to(t.device)) for t, p in zip(several, paths, strict=True)]
         return torch.cat(own, dim).index_select(dim, places.to(own[0].device))
 
-    whole = iter([joined(several) for several in zip(*every, strict=True)])
-    return mapped(outputs[0], lambda _: next(whole))
+    tensors = iter([joined(several) for several in zip(*every, strict=True)])
+    return mapped(outputs[0], lambda _: next(tensors))
 
 
 def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
@@ -205,7 +205,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
         if isinstance(own, str) or not isinstance(own, Sequence) or len(own) != len(row):
             raise ValueError(f"parents[{m}] must name one parent for each of its {len(row)} segments, got {own!r}")
         for s, parent in enumerate(own):
-            check_int(f"parents[{m}][{s}]", parent, -1)
+            whole(f"parents[{m}][{s}]", parent, -1)
         inner = next((s for s, part in enumerate(row) if len(part) > 1 and s in own), None)
         if inner is not None:
             raise ValueError(
@@ -239,7 +239,7 @@ def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[
                 raise ValueError(f"{name} is an empty list: siblings in one unit are at least one leaf")
             part = tuple(size) if is_shared else (size,)
             for i, tokens in enumerate(part):
-                check_int(f"{name}[{i}]" if is_shared else name, tokens, 1)
+                whole(f"{name}[{i}]" if is_shared else name, tokens, 1)
             if sum(part) > MOST_TOKENS:
                 raise ValueError(f"{name} is {sum(part)}, must be at most {MOST_TOKENS}")
             if sum(part) % num_parts:

@@ -72,7 +72,7 @@ class FileTier(Tier):
     def step_facts(self) -> TierFacts | None:
         if self._descriptor is None:
             return None
-        return TierFacts(self._medium, self._room, *reversed(self._bytes), *reversed(self._ns))
+        return TierFacts(self._room, *reversed(self._bytes), *reversed(self._ns))
 
     def reset(self) -> None:
         super().reset()

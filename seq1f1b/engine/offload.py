@@ -34,9 +34,8 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class TierFacts(NamedTuple):
-    """Facts of a tier: medium ("ext4", "pinned memory"), room in bytes, and bytes and ns of the last step's moves."""
+    """Facts of a tier: room in bytes, and bytes and ns of the last step's moves."""
 
-    medium: str
     room_bytes: int
     bytes_out: int
     bytes_in: int

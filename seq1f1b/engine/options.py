@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from seq1f1b import __version__
 from seq1f1b.engine.splitting import Rule, Sizes, TokenPart, check_rules, segment_sizes
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
-from seq1f1b.files import check_int, check_number, check_part, nearest_name
+from seq1f1b.files import check_number, check_part, nearest_name
+from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
@@ -153,7 +154,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("seq_dim", 1)):
-            check_int(name, getattr(self, name), least)  # seq_dim: dimension 0 is the batch
+            whole(name, getattr(self, name), least)  # seq_dim: dimension 0 is the batch
         for name, group in (("loss", Loss), ("limits", Limits), ("memory", Memory)):
             value = getattr(self, name)
             if not isinstance(value, group):
@@ -245,7 +246,7 @@ def _check_sizes(sizes: Sizes, num_segments: int) -> None:
         if len(sizes) != num_segments:
             raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {num_segments}")
         for s, size in enumerate(sizes):
-            check_int(f"segment_sizes[{s}]", size, 1)
+            whole(f"segment_sizes[{s}]", size, 1)
 
 
 def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

@@ -355,7 +355,7 @@ class Pricing:
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=_lists(prices[-1].spread_seconds),
+            spread=_lists(prices[-1]._spread_seconds),
         )
 
 

@@ -264,7 +264,7 @@ class Price:
         return None if self._is_alike or all(own is None for own in found) else found
 
     @property
-    def segments(self) -> int | list[int]:
+    def _segments(self) -> int | list[int]:
         """Number of segments of each row, or of all equal micro-batches, for ``build_schedule``."""
         return len(self.sizes) if self._is_alike else [len(row.sizes) for row in self.rows]
 
@@ -299,7 +299,7 @@ class Price:
         return self._tables.shards if self._is_alike else {}
 
     @property
-    def spread_seconds(self) -> dict[str, Any]:
+    def _spread_seconds(self) -> dict[str, Any]:
         """Seconds by which an order places the passes of a vocabulary over the ranks, by names of
         :class:`seq1f1b.Costs`; {} without such passes."""
         return self.seconds._asdict() | self.shard_seconds if self.shard_seconds else {}

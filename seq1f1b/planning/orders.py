@@ -78,7 +78,7 @@ class Orders(NamedTuple):
             self.family.name,
             num_ranks=num_ranks,
             num_microbatches=self.num_microbatches,
-            num_segments=price.segments,
+            num_segments=price._segments,
             stages_per_rank=price.cost.num_stages // num_ranks,
             options={**({} if "cap_bytes" in options else self.options), **options},
             parents=price.parents,
@@ -86,7 +86,7 @@ class Orders(NamedTuple):
         )
         if not price.shard_seconds:
             return schedule
-        return schedule.spread_vocabulary(costs=Costs(**price.spread_seconds), embedding=True)
+        return schedule.spread_vocabulary(costs=Costs(**price._spread_seconds), embedding=True)
 
     def run(self, schedule: Schedule) -> list[Simulation]:
         """Simulates the order with the steps of each length."""

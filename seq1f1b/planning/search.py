@@ -296,7 +296,7 @@ def search_plans(
     tries = families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")]
     insides = hardware.insides if inside is None else inside
     ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in insides]
-    ways += [("none", _checked(remedies, hardware))] if remedies and "none" in insides else []
+    ways += [("none", each) for each in _wanted_remedies(remedies, hardware) if "none" in insides]
 
     def candidates(counts: Sequence[int]) -> list[Candidate]:
         """Returns all wanted candidates with the given numbers of segments."""
@@ -341,8 +341,8 @@ def search_plans(
     )
 
 
-def _checked(remedies: Sequence[str], hardware: Hardware) -> tuple[str, ...]:
-    """Returns the remedies in the order of ``REMEDIES``; raises for remedies that the machine lacks."""
+def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
+    """Returns the sets of remedies to try: each remedy alone, and both together."""
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
@@ -352,7 +352,8 @@ def _checked(remedies: Sequence[str], hardware: Hardware) -> tuple[str, ...]:
         raise ValueError(
             f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
         )
-    return tuple(remedy for remedy in REMEDIES if remedy in remedies)
+    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
+    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
 class _Search(Pricing):
@@ -440,7 +441,10 @@ class _Search(Pricing):
             most = min(shortest, max(k, self.longest // self.fill_tokens()))
         while 2 * k <= most and self._goes_on(k):
             k *= 2
-            self.consider(self._likeliest(self.allowed(candidates([k]))), _MOST_OF_ROUND)
+            wanted = candidates([k])
+            most_remedies = max(len(each.remedies) for each in wanted)  # one alone rarely beats both, and costs as much
+            wanted = [each for each in wanted if len(each.remedies) in (0, most_remedies)]
+            self.consider(self._likeliest(self.allowed(wanted)), _MOST_OF_ROUND)
         if not self.fitting:  # equal lengths need less memory: with equal times the first segment is by far the longest
             last = first if k == max(segments) else self.allowed(candidates([k]))
             self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])

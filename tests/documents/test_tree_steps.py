@@ -25,20 +25,11 @@ from tree_runs import (
 )
 
 import seq1f1b
-from seq1f1b import (
-    LoopbackGroup,
-    Loss,
-    Memory,
-    PipelineEngine,
-)
+from seq1f1b import LoopbackGroup, Loss, Memory, PipelineEngine
 from seq1f1b.report.report import PipelineReport
 from seq1f1b.testing import run_ranks
 
 TOLERANCE = 1e-12
-"""Segments alone and siblings; backwards whole, split and filled; recomputed in some units or all; two orders."""
-
-
-# -- with other parts of the engine ------------------------------------------------------------------------------------
 
 
 def documents_of(rng: random.Random, trees: Trees, size: int = 2) -> list[dict[str, Tensor]]:

@@ -63,9 +63,6 @@ def test_every_tensor_that_the_package_makes_names_its_device() -> None:
     assert not unnamed, unnamed
 
 
-# -- what it does ------------------------------------------------------------------------------------------------------
-
-
 def test_tools_under_another_default_device() -> None:
     """Verifying a stage, sampling documents, and measuring a model all compute on the CPU."""
     stage, sample = stage_of(whole_model(CONFIG), CONFIG, 0, 2), torch.zeros(1, LENGTH, dtype=torch.int64)

@@ -46,9 +46,6 @@ def leaves_early(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
 LOSSES = [summed, with_z_loss, over_all_tokens, leaves_early]
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------
-
-
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), Attends(HIDDEN, 0), nn.Linear(HIDDEN, VOCAB)).double()

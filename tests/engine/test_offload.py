@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 import weakref
@@ -10,54 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from order_runs import LENGTH
+from order_runs import LENGTH, run_order
 from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, Schedule, build_schedule
 from seq1f1b.engine.offload import Away, Saved
-from seq1f1b.testing import run_ranks
 
 # Storages of some kilobytes each: so they move.
 CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8, v_head_dim=10)
 
 
-def results(
-    schedule, directory=None, *, model=None, sizes=None, units=None, steps=1, config=CONFIG, recompute="none", **options
-):
-    """Losses, gradients of all ranks, and reports."""
-    M = schedule.num_microbatches
-    tokens, target = batch(config, 4 * M, LENGTH)
-    model = whole_model(config) if model is None else model
-    memory = Memory(recompute) if directory is None else Memory(recompute, offload=directory, units=units)
-
-    def run(group):
-        own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-        stages = [copy.deepcopy(stage_of(model, config, s, schedule.num_stages)) for s in own]
-        engine = PipelineEngine(
-            stages, schedule=schedule, num_microbatches=M, num_segments=schedule.num_segments, segment_sizes=sizes,
-            loss_fn=cross_entropy, group=group, memory=memory, **options,
-        )  # fmt: skip
-        for _ in range(steps):
-            losses = engine.step(tokens, target=target if engine.has_last else None)
-        gradients = [p.grad for _, p in sorted(engine.named_parameters()) if p.grad is not None]
-        report = engine.report()
-        engine.close()
-        return losses, gradients, report
-
-    found = run_ranks(schedule.num_ranks, run)
-    return (
-        [x for losses, _, _ in found for x in losses],
-        [g for _, own, _ in found for g in own],
-        [r for *_, r in found],
-    )
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-# Each family once; half of those in segments have uneven ones.
 def two_processes(rank: int, world: int, directory: str) -> None:
     tokens, target = batch(CONFIG, 12, LENGTH)
     found = []
@@ -270,7 +233,11 @@ def test_a_saved_tensor_that_is_changed_is_an_error(tmp_path: Path, late: bool) 
 def test_measured_bytes_fall_as_planned(tmp_path: Path) -> None:
     """Three of 8 units are here at a time: one that runs, one on its way, and near the turn one that stays."""
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2)
-    kept, moved_ = results(schedule)[2], results(schedule, tmp_path)[2]
+    data = batch(CONFIG, 16, LENGTH)
+    kept, moved_ = (
+        run_order(whole_model(CONFIG), schedule, *data, config=CONFIG, memory=Memory(offload=where))[2]
+        for where in (None, tmp_path)
+    )
     for one, other in zip(kept, moved_, strict=True):
         [before], [after] = one.stages, other.stages
         assert before.peak_live_units == 8

@@ -30,13 +30,14 @@ from tree_runs import Trees, along, data_of, paths_of, random_rows, random_trees
 from waits import Waits
 from wide_products import wide_products
 
-from seq1f1b import Costs, Loss, Memory, PipelineEngine, Schedule, ScheduleError, build_schedule
+from seq1f1b import Costs, Loss, Memory, PipelineEngine, Schedule, ScheduleError, add_loss, build_schedule
 from seq1f1b.testing import run_ranks
 
 FAMILIES = {cases[0][0]: cases for cases in by_family(all_cases())}
 NAMES = [*FAMILIES, *["random"] * 5]
 VOCAB = 13
 SHAPES = ("even", "uneven", "documents", "rows", "trees")
+AUXILIARY = 0.1
 WEIGHT = 37.0  # by which a step's sum is divided
 OPTIONS = {
     "means": Loss(weight="microbatches"), "targets": Loss(weight="targets"), "tokens": Loss(weight="targets"),
@@ -62,6 +63,7 @@ class Draw:
         steps: of which gradients add up.
         adds: whether layers add their products in one call.
         ties: names of parameters, the second of which is the first.
+        adds_loss: whether the first block adds an auxiliary loss, a mean over its tokens.
     """
 
     schedule: Schedule
@@ -80,6 +82,7 @@ class Draw:
     adds: bool = False
     ties: tuple[tuple[str, str], ...] = ()
     frozen: tuple[int, ...] = ()
+    adds_loss: bool = False
 
     @property
     def is_spread(self) -> bool:
@@ -170,6 +173,8 @@ def draw(seed: int, folder: Path) -> Draw:
         found.ties = (("embedding.weight", "head.weight"), (f"blocks.{first}.q.weight", f"blocks.{second}.q.weight"))
     elif found.head == "stage":
         found.frozen = tuple(s for s in range(found.schedule.num_stages) if rng.random() < 0.2)
+    has_mean = found.loss in ("means", "targets", "weight", "tokens") and found.shape != "trees"
+    found.adds_loss = has_mean and found.memory.blocks is None and rng.random() < 0.5
     return found
 
 
@@ -214,6 +219,9 @@ def run_alone(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Returns the losses of a step and the gradients."""
     sums, counts = [], [int((target != -100).sum()) for target in targets]
+    divisors = {"means": len(counts), "sum of means": 1, "sum": len(counts), "total": 1, "weight": WEIGHT}
+    divisor, added, auxiliary = divisors.get(drawn.loss, sum(counts)), list[Tensor](), list[Tensor]()
+    model.blocks["0"].register_forward_hook(lambda block, given, output: added.append(output.square().sum()))
     for m, (inputs, target) in enumerate(zip(tokens, targets, strict=True)):
         ends = list(itertools.accumulate(drawn.documents, initial=0))
         paths = [[span] for span in itertools.pairwise(ends)]
@@ -224,10 +232,14 @@ def run_alone(
                 more = 0.1 * output.logsumexp(-1).square() if drawn.loss == "divisor and more" else 0.0
                 seen.setdefault((a, b), of_tokens(output, target[:, a:b], **drawn.smoothing) + more)
         sums.append(torch.cat([seen[span] for span in sorted(seen)], 1))
+        share = (1 if drawn.loss == "means" else counts[m]) / divisor  # as the micro-batch weighs
+        auxiliary.append(share * AUXILIARY * sum(added) / (inputs.numel() * drawn.config.hidden))
+        added.clear()
     means = [each.sum() / count if count else 0.0 * each.sum() for each, count in zip(sums, counts, strict=True)]
-    divisors = {"means": len(sums), "sum of means": 1, "sum": len(sums), "total": 1, "weight": WEIGHT}
-    total = sum(each.sum() for each in (means if "means" in drawn.loss else sums))
-    (total / divisors.get(drawn.loss, sum(counts))).backward()
+    total = sum(each.sum() for each in (means if "means" in drawn.loss else sums)) / divisor
+    if drawn.adds_loss:
+        total = total + sum(auxiliary)
+    total.backward()
     if drawn.loss in ("sum", "total"):
         means = [each.sum() for each in sums]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -256,6 +268,10 @@ def make_engine(drawn: Draw, model: Stage, memory: Memory, group: Any, default: 
     for s, stage in stages.items():
         stage.requires_grad_(s not in drawn.frozen)
         tie(stage, drawn.ties)
+    if drawn.adds_loss and 0 in own:
+        stages[0].blocks["0"].register_forward_hook(
+            lambda block, given, output: add_loss(AUXILIARY * output.square().mean())
+        )
     if drawn.head == "loss" and last in own:
         loss_fn = take_head(stages[last])
     if drawn.is_spread:

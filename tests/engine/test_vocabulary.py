@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from order_runs import (
     last_without_head,
     run_order,
 )  # fmt: skip
-from processes import PipedProcesses, join_and_run
+from processes import results_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, whole_model
 from torch import nn
 
@@ -189,15 +188,6 @@ def test_inputs_that_no_embedding_takes():
 # -- ranks that are processes ------------------------------------------------------------------------------------------
 
 
-def join(store, world, rank):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-
-
-def in_processes(world, folder, fn, *arguments):
-    with PipedProcesses(world, join_and_run, partial(join, str(folder / "store"), world), fn, *arguments) as ranks:
-        return [ranks.result(rank) for rank in range(world)]
-
-
 def step_in_process(rank, pipe, transport):
     """Losses and gradients of two steps, the second after one that failed on every rank."""
     model = whole_model(CONFIG)
@@ -236,7 +226,7 @@ def test_processes(tmp_path, transport):
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
     truth = run_whole(model, tokens, target, 2)
-    results = in_processes(3, tmp_path, step_in_process, transport)
+    results = results_of(3, tmp_path, step_in_process, transport)
     gradients = join_rows([{n: torch.from_numpy(g) for n, g in own.items()} for _, own, *_ in results])
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert results[2][0] == pytest.approx([float(loss) for loss in truth[0]], abs=1e-12)
@@ -386,7 +376,7 @@ def make_differing(rank, pipe, options):
     ],
 )
 def test_ranks_that_differ(tmp_path, options, shown):
-    for message in in_processes(2, tmp_path, make_differing, options):
+    for message in results_of(2, tmp_path, make_differing, options):
         assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
 
 

@@ -210,28 +210,6 @@ def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
     assert not dangling, "\n".join(dangling)
 
 
-def test_docstrings_of_the_product_say_what_they_are_of() -> None:
-    """A reader of ``help`` or of a tooltip has no sentence before: none opens with a word that points at one."""
-    files = [file for file in (ROOT / "seq1f1b").rglob("*") if file.suffix in (".py", ".pyi")]
-    assert len(files) > 150
-    found = [f"{file.relative_to(ROOT)}:{place}" for file in files for place in pointing_docstrings(file.read_text())]
-    assert not found, "\n".join(found)
-
-
-def pointing_docstrings(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            opening = node.value.value.strip().splitlines()[:1]
-            if opening and re.match(r"(What|Its|Those|The same)\b", opening[0]):
-                yield f"{node.lineno}: {opening[0]}"
-
-
-def test_a_docstring_that_points_at_nothing_is_seen() -> None:
-    planted = '"""What it is."""\nX = 1\n"""Its value."""\nclass A:\n    """A class. What it does: nothing."""\n'
-    planted += '    def f(self):\n        """Those of f."""\n    def g(self):\n        """Whatever it gives."""\n'
-    assert [place.split(":")[0] for place in pointing_docstrings(planted)] == ["1", "3", "7"]
-
-
 def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
     """clang-format breaks code, but neither comments nor texts."""
     folders = ("csrc", "kernels", "tests")
