@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from processes import run_processes
+from processes import run_fresh_processes
 from stand_in_engine import StandInEdges, StandInEngine
 from stand_in_library import CORRUPT, FAILS, LOST, STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
@@ -261,7 +261,7 @@ def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
 
 def test_a_process_that_dies_in_the_proof_is_named(tmp_path: Path) -> None:
     with contextlib.suppress(ProcessExitedException):
-        run_processes(2, dies_in_its_proof, str(tmp_path))
+        run_fresh_processes(2, dies_in_its_proof, str(tmp_path))
     assert (tmp_path / "told").exists()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from processes import run_fresh_processes
 from slices import each_value
 from stand_in_engine import StandInEdges, StandInEngine
 from stand_in_library import CORRUPT, StandIn, stand_in
@@ -165,7 +165,7 @@ def two_processes(rank: int, world: int, folder: str) -> None:
 
 def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> None:
     with contextlib.suppress(ProcessExitedException):
-        run_processes(2, two_processes, str(tmp_path))
+        run_fresh_processes(2, two_processes, str(tmp_path))
     assert (tmp_path / "told").exists()
 
 
