@@ -15,7 +15,7 @@ _PLACES = {
     "documents": "device.document_layout",
     "edges": "device.edges:DeviceEdges",
     "equal parameters": "checks.equal_parameters",
-    "first look": "checks.first_look:Looking",
+    "first look": "checks.first_look:FirstLook",
     "host tier": "device.host_tier:HostTier",
     "kernels": "device.kernel_library",
     "look at a loss": "checks.loss_look:look_of",

@@ -19,7 +19,7 @@ __all__ = [
     "HOLDINGS",
     "MOST",
     "Counts",
-    "Holding",
+    "HeldBytes",
     "flat",
     "held_bytes",
     "numbers",
@@ -33,7 +33,7 @@ MOST = 2**31 - 1
 """Largest count that the core takes."""
 
 
-class Holding(NamedTuple):
+class HeldBytes(NamedTuple):
     """A kind of bytes held by units: a field of :class:`seq1f1b.StepMemory`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Holding(NamedTuple):
     counts_with: int
 
 
-HOLDINGS = tuple(Holding(*row) for row in _C.HOLDINGS)
+HOLDINGS = tuple(HeldBytes(*row) for row in _C.HOLDINGS)
 """The position is the number of the holding in C."""
 
 

@@ -119,7 +119,7 @@ def _variables(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-class _Terminated(BaseException):
+class _Termination(BaseException):
     """The exception that replaces the immediate end of the process by SIGTERM."""
 
 
@@ -140,12 +140,12 @@ def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
             before(number, frame)
         else:
             signal.signal(number, signal.SIG_IGN)
-            raise _Terminated  # the finally clause of launch ends the ranks
+            raise _Termination  # the finally clause of launch ends the ranks
 
     signal.signal(signal.SIGTERM, pass_on)
     try:
         yield
-    except _Terminated:
+    except _Termination:
         signal.signal(signal.SIGTERM, before)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:

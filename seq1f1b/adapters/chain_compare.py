@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from seq1f1b.adapters.chain_trace import Refused
+from seq1f1b.adapters.chain_trace import RefusedCode
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
@@ -26,7 +26,7 @@ _BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
 _ROUNDINGS = 8  # tolerance for sums in another order, in units in the last place
 
 
-class Composite(Refused):
+class Composite(RefusedCode):
     """The error for a stage that hands on several tensors as one value; ``split`` takes the value apart in the graph.
 
     Attributes:
@@ -61,7 +61,7 @@ def compare(
         where = f"{text}, in {'training' if is_training else 'evaluation'} mode"
         try:
             whole = _run(model, [model], needed, given, [()], is_training)
-        except Refused:
+        except RefusedCode:
             raise
         except Exception as error:  # raised by the model
             why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
@@ -70,15 +70,15 @@ def compare(
             break
         try:
             stages = _run(model, parts, needed, given, handed_on, is_training)
-        except Refused:
+        except RefusedCode:
             raise
         except Exception as error:
-            raise Refused(
+            raise RefusedCode(
                 f"the stages of {whose} fail on {where}, and the model does not: {type(error).__name__}: {error}"
             ) from error
         difference = _difference(whole, stages)
         if difference:
-            raise Refused(
+            raise RefusedCode(
                 f"the stages of {whose} do not compute what it does, on {where}: {difference}. Outside of its "
                 "blocks, forward does what a trace does not record: it reads a value that changes, swaps a "
                 "function or a tensor, changes a buffer, or stops gradients. Move that into a block"
@@ -169,7 +169,7 @@ def _run(
             put_back(apart[index])
             for name, buffer, start in buffers[index]:
                 if _off(start, buffer):
-                    raise Refused(
+                    raise RefusedCode(
                         f"several stages of {whose} use buffer {name}, which a stage before {index} changes: each "
                         "would change its own. Use a module of its own in each stage, or one without statistics "
                         "(track_running_stats=False)"
@@ -183,7 +183,7 @@ def _run(
                 if isinstance(value, (tuple, list, dict)):
                     raise Composite(name, value)
                 if not isinstance(value, Tensor):
-                    raise Refused(
+                    raise RefusedCode(
                         f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )

@@ -21,7 +21,7 @@ from seq1f1b.adapters.chain_checks import check_lengths, has_effect
 from seq1f1b.attention import carry, causal, packing, ulysses
 from seq1f1b.engine.model_state import RandomState, attributes_of, first_changed, put_back
 
-__all__ = ["Refused", "Tracer", "trace"]
+__all__ = ["RefusedCode", "Tracer", "trace"]
 
 _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -29,7 +29,7 @@ _HOOKS = [
 ]
 
 
-class Refused(ValueError):
+class RefusedCode(ValueError):
     """The error for code that a stage would run differently from the model. The message is a whole sentence."""
 
 
@@ -63,7 +63,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
 
     first, other = once(True), once(False)
     if str(first.graph) != str(other.graph):
-        raise Refused(
+        raise RefusedCode(
             f"{whose} differs between training and evaluation (self.training, or F.dropout), with and without "
             "gradients (torch.is_grad_enabled()), under autocast, or between calls: put what differs into a module of "
             "its own, as nn.Dropout"
@@ -108,12 +108,12 @@ def _check_entered(inside: Mapping[nn.Module, str]) -> None:
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
         hooks = ", ".join(kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(module, kind, None))
         if hooks:
-            raise Refused(f"{where} has hooks, which no stage would run ({hooks}): put them on its blocks")
+            raise RefusedCode(f"{where} has hooks, which no stage would run ({hooks}): put them on its blocks")
         if "forward" in vars(module):
-            raise Refused(f"{where} has a forward that was set on the instance: define it in the class")
+            raise RefusedCode(f"{where} has a forward that was set on the instance: define it in the class")
         kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
         if not name and kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-            raise Refused(f"forward of {where} takes *args or **kwargs: name its arguments")
+            raise RefusedCode(f"forward of {where} takes *args or **kwargs: name its arguments")
 
 
 # -- one trace ---------------------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ class Tracer(fx.Tracer):
         try:
             with _Recording(self), _recorded(self, self._inside):
                 self.trace(model)
-        except Refused:
+        except RefusedCode:
             raise
         except Exception as error:  # forward may fail in any way on a value without contents
-            raise Refused(
+            raise RefusedCode(
                 f"{self._whose} cannot be traced: {type(error).__name__}: {error}. Leave asserts out, write the names "
                 "out as in a, b = value, and move what depends on values or sizes, assigns to a part of a tensor, or "
                 "takes anything but tensors, into a module of its own"
@@ -167,9 +167,9 @@ class Tracer(fx.Tracer):
                 "a block, or make it a buffer"
             )
 
-    def refuse(self, what: str) -> Refused:
+    def refuse(self, what: str) -> RefusedCode:
         """Returns an error to raise."""
-        return Refused(f"{self._whose} cannot be cut: {what}")
+        return RefusedCode(f"{self._whose} cannot be cut: {what}")
 
     def path_of_module(self, module: nn.Module) -> str:
         if module not in self._all_names:

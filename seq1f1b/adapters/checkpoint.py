@@ -197,7 +197,7 @@ class PipelineState:
         if not isinstance(value, (dict, list)):
             return value
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            return Whole(value)
+            return WholeContainer(value)
         if isinstance(value, list):
             return [self._as_saved(parameter, each, what) for each in value]
         if not all(isinstance(key, str) for key in value):
@@ -331,7 +331,7 @@ class OptimizerEntries(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class Whole:
+class WholeContainer:
     """A container without tensors, saved as one entry; otherwise DCP would split the container and turn keys into text.
 
     A deep copy, made by DCP before an asynchronous save, stays wrapped; a pickle is the plain container.
@@ -340,8 +340,8 @@ class Whole:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
-        return Whole(copy.deepcopy(self.value, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeContainer:
+        return WholeContainer(copy.deepcopy(self.value, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self.value,)
@@ -360,7 +360,7 @@ def as_kept(entry: Any, room: Callable[[torch.Size, torch.dtype], Tensor] | None
         return {key: as_kept(each, room) for key, each in entry.items()}
     if isinstance(entry, list):
         return [as_kept(each, room) for each in entry]
-    return copy.deepcopy(entry.value if isinstance(entry, Whole) else entry)
+    return copy.deepcopy(entry.value if isinstance(entry, WholeContainer) else entry)
 
 
 class RowShard(Tensor):

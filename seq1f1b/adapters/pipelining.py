@@ -24,7 +24,7 @@ from seq1f1b.schedule import Schedule
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
-class _Segmented:
+class _SegmentSchedule:
     """The common part of both schedules: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
 
     _n_microbatches: int
@@ -191,7 +191,7 @@ class _Segmented:
         return rows
 
 
-class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
+class ScheduleSeq1F1B(_SegmentSchedule, PipelineScheduleSingle):
     """A Seq1F1B schedule that replaces torch's ``Schedule1F1B``, with equal stage, arguments and calls.
 
     ``n_segments=1`` gives 1F1B; losses and gradients equal ``Schedule1F1B``'s bit for bit, except for the rounding of
@@ -218,7 +218,7 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     _family = "seq1f1b"
 
 
-class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
+class ScheduleSeqInterleaved1F1B(_SegmentSchedule, PipelineScheduleMulti):
     """An interleaved Seq1F1B schedule that replaces torch's ``ScheduleInterleaved1F1B``: several stages per rank.
 
     Takes the arguments of :class:`ScheduleSeq1F1B`, with a list of the rank's stages in ascending order. Stage s lies

@@ -21,7 +21,7 @@ _SAMPLE, _FEWEST = 256, 8  # compared values of a parameter, and the fewest diff
 
 
 @sendable
-class Unlisted(NamedTuple):
+class UnlistedTie(NamedTuple):
     """A parameter outside the list of ties.
 
     Attributes:
@@ -39,7 +39,7 @@ class Unlisted(NamedTuple):
     values: tuple[Any, ...]
 
 
-def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[Unlisted]:
+def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[UnlistedTie]:
     """Returns the unlisted parameters whose values are no constant.
 
     Args:
@@ -47,7 +47,7 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
         listed: ids of the listed parameters.
     """
     seen = set(listed)
-    found: list[Unlisted] = []
+    found: list[UnlistedTie] = []
     for place, module in modules:
         order = 0
         for prefix, part in module.named_modules() if isinstance(module, nn.Module) else ():
@@ -62,18 +62,18 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
                     continue
                 text, kind = f"{prefix}.{name}".lstrip("."), f"{type(part).__module__}.{type(part).__qualname__}"
                 values = tuple(parameter.shape), str(parameter.dtype), *digest([sample])[0][2:]
-                found.append(Unlisted(place, text, kind, order, parameter.requires_grad, values))
+                found.append(UnlistedTie(place, text, kind, order, parameter.requires_grad, values))
                 order += 1
     return found
 
 
-def look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> list[str]:
+def look_at_equal(everyones: Sequence[Sequence[UnlistedTie]], own_rank: int) -> list[str]:
     """Returns the bit-equal pairs in words. Warns of likely ties on the rank of a pair's first parameter.
 
     Args:
         everyones: results of :func:`unlisted` by rank.
     """
-    found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
+    found, alike = [], dict[Any, list[tuple[int, UnlistedTie]]]()
     for rank, each in ((rank, each) for rank, theirs in enumerate(everyones) for each in theirs):
         alike.setdefault(each.values, []).append((rank, each))
     pairs = [

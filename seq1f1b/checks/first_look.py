@@ -19,9 +19,9 @@ from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.checks.by_values import FEWEST, Look, Sample, take_sample
 from seq1f1b.checks.watch import Watch, sizes_of
 from seq1f1b.engine.compiled import is_compiled
+from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import ATTENTION, Finding
 from seq1f1b.engine.model_state import uncompiled
-from seq1f1b.engine.parts import Part
 from seq1f1b.engine.replicas import Fsdp
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import tensors_of
@@ -29,7 +29,7 @@ from seq1f1b.nested import tensors_of
 __all__: list[str] = []
 
 
-class Looking(Part):
+class FirstLook(Feature):
     """The check of a stage, once for every kind of step: training or not, and names of keyword arguments."""
 
     needs = "is_new"

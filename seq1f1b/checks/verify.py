@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.checks.verify_model import WholeModel
-from seq1f1b.checks.verify_runs import NotRun, Pass, Session, names_of, refuse
+from seq1f1b.checks.verify_runs import Pass, Session, WholeModelError, names_of, refuse
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.engine.lone import LoneEngine
@@ -138,14 +138,14 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
                 truth = run_whole(wide)
                 where = _first_not_finite(runner, truth)
                 problem = f"is not finite in {wide}: {where}." if where else ""
-            except NotRun as error:  # for example a stage for one dtype only
+            except WholeModelError as error:  # for example a stage for one dtype only
                 problem = f"does not run in {wide}: {error}"
             if problem:
                 notes.append(f"The whole model {problem}")
                 wide = None
         try:
             plain = run_whole(None)
-        except NotRun as error:
+        except WholeModelError as error:
             raise ValueError(f"the whole model does not run: {error}") from error
         where = _first_not_finite(runner, plain)
         exact = session.run(whole=False, dtype=wide) if wide is not None else None

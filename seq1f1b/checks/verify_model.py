@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from seq1f1b.checks.verify_runs import (
     Forward,
-    Held,
-    NotRun,
+    NamedTensor,
     Pass,
     Session,
+    WholeModelError,
     alone,
     named_tensors,
     one_by_one,
@@ -83,7 +83,7 @@ class WholeModel:
         self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by dtype of the run
         self._drops = Counter[float]()
 
-    def _take(self, arguments: StepArguments, own: Sequence[Held]) -> None:
+    def _take(self, arguments: StepArguments, own: Sequence[NamedTensor]) -> None:
         """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's rank."""
         rules = {name: rule for name, rule in self._runner.options.arg_rules.items() if isinstance(rule, str)}
         values = {held.name: held.tensor.detach() for held in own if held.kind != "constant"}
@@ -127,11 +127,11 @@ class WholeModel:
                 found = self._model.session.run_whole(dtype, lambda: self._model.fill(dtype))
                 forwards = {n.removeprefix("model."): f for n, f in found.forwards.items() if n.startswith("model.")}
                 told = ["", found.draws, dict(found.drops), forwards]
-            except NotRun as error:
+            except WholeModelError as error:
                 told = [str(error), False, {}, {}]
         text, draws, drops, self._forwards[dtype] = self._group.all_gather_object(told)[0]
         if text:
-            raise NotRun(text)
+            raise WholeModelError(text)
         self._drops = Counter(drops)
         mine: Any = None
         for rank, compared in enumerate(self._compared):
@@ -207,7 +207,7 @@ class _Model:
         first, bare = without_wrapper(next(iter(runner.pipeline.modules.values()))), without_wrapper(model)
         of_whole = getattr(first, "of_whole", None)
         module, call = (bare, bare) if of_whole is None else of_whole(bare)
-        self.stage = _Whole(module, call)
+        self.stage = _WholeStage(module, call)
         owners, loss_fn = [("", "the model", module)], runner.options.loss_fn
         if isinstance(loss_fn, nn.Module):
             owners.append(("loss: ", "the loss", without_wrapper(loss_fn)))
@@ -339,7 +339,7 @@ class _Model:
         return [list(found.losses) * is_last, list(found.outputs) * is_last, [*gradients, *of_inputs]]
 
 
-class _Whole(nn.Module):
+class _WholeStage(nn.Module):
     """The model as one stage. If the stages return a tensor, the model's tensor is unwrapped, as from transformers.
 
     Args:
@@ -375,7 +375,7 @@ def _refusal(runner: Runner, model: Any) -> str:
 
 @sendable
 @dataclass(frozen=True)
-class _Sent:
+class _TensorForm:
     """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
 
     shape: tuple[int, ...]
@@ -397,9 +397,9 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
         return value if group.rank == source else None
     told, text, parts = None, "", list[Tensor]()
 
-    def sent(tensor: Tensor) -> _Sent:
+    def sent(tensor: Tensor) -> _TensorForm:
         parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return _TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
     if group.rank == source:
         told = mapped(value, sent)
@@ -417,7 +417,7 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
         return None
     place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
-    return mapped(told, lambda each: each.tensor(next(arrived)), _Sent)
+    return mapped(told, lambda each: each.tensor(next(arrived)), _TensorForm)
 
 
 def _joined(own: Any, theirs: Any) -> Any:

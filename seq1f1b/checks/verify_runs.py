@@ -70,7 +70,7 @@ class Forward(NamedTuple):
         return abs(self.norm - truth.norm) <= scale and abs(self.total - truth.total) <= 10 * scale
 
 
-class NotRun(ValueError):
+class WholeModelError(ValueError):
     """Error of a whole model that does not run in some dtype. Raised on every rank, between two exchanges."""
 
 
@@ -119,7 +119,7 @@ class Session:
             group.end_step(failed=False)
             text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
-            raise NotRun(min(texts)[1]) from error  # the text from the rank with the original error
+            raise WholeModelError(min(texts)[1]) from error  # the text from the rank with the original error
 
     def end(self) -> None:
         self._state.restore()
@@ -280,7 +280,7 @@ def names_of(runner: Runner, run: Pass) -> list[str]:
     return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
 
 
-class Held(NamedTuple):
+class NamedTensor(NamedTuple):
     """A parameter or a buffer under one of its names in the whole model.
 
     Attributes:
@@ -299,14 +299,14 @@ def own_modules(runner: Runner) -> Iterator[tuple[str, str, nn.Module]]:
         yield "" if place.startswith("stage") else f"{place.removeprefix('the ')}: ", place, module
 
 
-def named_tensors(owners: Iterable[tuple[str, str, nn.Module]]) -> Iterator[Held]:
+def named_tensors(owners: Iterable[tuple[str, str, nn.Module]]) -> Iterator[NamedTensor]:
     """Yields every name of every tensor of some modules, given as by :func:`own_modules`."""
     for prefix, place, module in owners:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield Held(prefix + plain_name(name), place, "parameter", parameter)
+            yield NamedTensor(prefix + plain_name(name), place, "parameter", parameter)
         saved = module.state_dict(keep_vars=True).keys()
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            yield Held(prefix + plain_name(name), place, "buffer" if name in saved else "constant", buffer)
+            yield NamedTensor(prefix + plain_name(name), place, "buffer" if name in saved else "constant", buffer)
 
 
 def refuse(group: RankGroup, text: str) -> None:

@@ -2,7 +2,7 @@
 
 An op takes contiguous keys, and masks backwards from the last query and key or not at all. Attention of a segment is
 therefore cut into calls over its own keys and calls over ranges of earlier keys. In a chain, the keys of a sequence lie
-in the first rows of a slab. In a tree, the keys of a path lie in several ranges of rows (:class:`Place`), and each
+in the first rows of a slab. In a tree, the keys of a path lie in several ranges of rows (:class:`PathRows`), and each
 sibling in a shared segment has its own keys.
 """
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     is_own: bool  # whether the range ends with the queries' own keys, all of them
 
 
-class Place(NamedTuple):
+class PathRows(NamedTuple):
     """The rows of a path's keys, and the siblings in its last segment."""
 
     ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the first key's row, in order
@@ -57,13 +57,13 @@ class Place(NamedTuple):
         return [(lo, row + lo - first, hi - lo) for lo, hi, first, row in cut if lo < hi]
 
 
-def chain(num_keys: int, store: bool = False) -> Place:
+def chain(num_keys: int, store: bool = False) -> PathRows:
     """Returns the place of a chain's keys. ``store``: dk and dv hold no values yet."""
-    return Place(((0, num_keys, 0),), (), 0 if store else num_keys)
+    return PathRows(((0, num_keys, 0),), (), 0 if store else num_keys)
 
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
-def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_backward: bool) -> tuple[Call, ...]:
+def calls_of(way: str, place: PathRows, tokens: int, window: int, longest: int, is_backward: bool) -> tuple[Call, ...]:
     """Returns the calls of a segment's forward or backward; calls over own keys come first.
 
     The keys of a call lie in one range of rows, and its gradients are all added or all stored. In a forward by flash,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b.device.attention_calls import Place
+from seq1f1b.device.attention_calls import PathRows
 from seq1f1b.proof import Use, apart, numbers
 
 __all__: list[str] = []
@@ -42,7 +42,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     scale: float | None = None
     store: bool = False  # False: a backward adds to sums
-    place: Place | None = None  # place of the keys in a tree; None: the first rows
+    place: PathRows | None = None  # place of the keys in a tree; None: the first rows
     prefix: int = PREFIX
     logit: float = 0.0  # approximate logit of all pairs
 
@@ -74,10 +74,10 @@ DOCUMENT_CASES = (
 _PATH = (0, 25, 116), (25, KEYS, 2)
 _SIBLINGS = (0, 30, 75), (30, PREFIX, 5), (PREFIX, KEYS, 110)
 PATH_CASES = (
-    Options("a path of two ranges", place=Place(_PATH, (), kept=40)),
-    Options("a path of two ranges and a window", window=50, place=Place(_PATH, (), kept=10)),
-    Options("siblings over two ranges", place=Place(_SIBLINGS, (1, 40, 29), kept=PREFIX)),
-    Options("siblings over two ranges that are stored", scale=0.3, place=Place(_SIBLINGS, (40, 29, 1))),
+    Options("a path of two ranges", place=PathRows(_PATH, (), kept=40)),
+    Options("a path of two ranges and a window", window=50, place=PathRows(_PATH, (), kept=10)),
+    Options("siblings over two ranges", place=PathRows(_SIBLINGS, (1, 40, 29), kept=PREFIX)),
+    Options("siblings over two ranges that are stored", scale=0.3, place=PathRows(_SIBLINGS, (40, 29, 1))),
 )
 """For what takes the keys of a tree's path."""
 

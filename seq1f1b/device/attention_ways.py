@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b.device import attention_calls, attention_parts, attention_sequences, kernel_library
-from seq1f1b.device.attention_calls import Call, Place, calls_of, chain
+from seq1f1b.device.attention_calls import Call, PathRows, calls_of, chain
 from seq1f1b.device.attention_sequences import Gradients
-from seq1f1b.device.document_layout import Layout, Row
+from seq1f1b.device.document_layout import DocumentLayout, RowDocuments
 
 __all__: list[str] = []
 
@@ -37,12 +37,12 @@ class Options(NamedTuple):
     scale: float
     window: int
     softcap: float
-    place: Place = chain(0)  # place of the keys
-    layout: Layout | None = None  # layout of the documents, for the way "documents"
+    place: PathRows = chain(0)  # place of the keys
+    layout: DocumentLayout | None = None  # layout of the documents, for the way "documents"
     longest: int = 0  # most keys of a call before the own keys: see calls_of
 
 
-class Given(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The arguments of a backward."""
 
     dout: Tensor
@@ -147,7 +147,7 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
-def gradients_over(calls: tuple[Call, ...], place: Place, given: Given, part: Part) -> Gradients:
+def gradients_over(calls: tuple[Call, ...], place: PathRows, given: BackwardArguments, part: Part) -> Gradients:
     """Returns dq and the own tokens' dk and dv, in q's dtype and token-major memory.
 
     Backwards of later segments are done, so the own tokens' rows of the slabs are complete. These rows are read here
@@ -208,7 +208,7 @@ def own_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tu
     return out, lse
 
 
-def own_backward(given: Given) -> Gradients:
+def own_backward(given: BackwardArguments) -> Gradients:
     dout, q, out = aligned(given.dout), aligned(given.q), aligned(given.out)
     (keys, values), options = _aligned_pair(given.keys, given.values), given.options
     batch, heads, tokens, head_dim = q.shape
@@ -254,7 +254,7 @@ def _forward_by(
     return over_keys(calls, q, keys, values, part)
 
 
-def cudnn_backward(given: Given) -> Gradients:
+def cudnn_backward(given: BackwardArguments) -> Gradients:
     options, place, tokens = given.options, given.options.place, given.q.shape[2]
     dout, q, out, lse = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse.contiguous()
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
@@ -302,7 +302,7 @@ OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
 """dq, dk and dv from dout, q, keys, values and out, all of the segment, as flash takes them."""
 
 
-def flash_backward(given: Given) -> Gradients:
+def flash_backward(given: BackwardArguments) -> Gradients:
     options, place = given.options, given.options.place
     own = None
     if place.parts:
@@ -313,7 +313,9 @@ def flash_backward(given: Given) -> Gradients:
     return _flash_gradients(given, calls, place, own)
 
 
-def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: OwnPart | None) -> Gradients:
+def _flash_gradients(
+    given: BackwardArguments, calls: tuple[Call, ...], place: PathRows, own: OwnPart | None
+) -> Gradients:
     options = given.options  # ``own`` replaces the call over the segment's own keys
     dout, q, out = (t.transpose(1, 2) for t in of_one_size(given.dout, given.q, given.out))
     offset = place.end - q.shape[1]
@@ -357,7 +359,7 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
     return _cut(out, values.shape[3]), lse
 
 
-def documents_backward(given: Given) -> Gradients:
+def documents_backward(given: BackwardArguments) -> Gradients:
     # One call covers the segment's own keys: documents with as many keys as queries. Only the first document has keys
     # before the segment, and further calls cover these keys by ranges, as in flash_backward.
     options = given.options
@@ -365,16 +367,16 @@ def documents_backward(given: Given) -> Gradients:
     found = []
     for index, row in enumerate(options.layout.rows):
         dout, q, keys, values, out, lse, dk, dv = (t.narrow(0, index, 1) for t in (*given[:6], given.dk, given.dv))
-        of_row = Given(dout, q, keys, values, out, lse, options, dk, dv)
+        of_row = BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv)
         found.append(_document_gradients(row, options.layout.offset, of_row))
     return attention_sequences.gradients_of(found)
 
 
-def _document_gradients(row: Row, offset: int, given: Given) -> Gradients:
+def _document_gradients(row: RowDocuments, offset: int, given: BackwardArguments) -> Gradients:
     """Returns the gradients of a row: own keys for all queries, earlier keys for the first document's queries."""
     options, place, tokens, lse = given.options, given.options.place, given.q.shape[2], given.lse[0].contiguous()
     start, end = _first_key_of(row, offset, options.window), offset + row.num_first
-    first = Place(((start, end, start),), (), place.kept)
+    first = PathRows(((start, end, start),), (), place.kept)
     own_call, *before = calls_of("flash", first, row.num_first, options.window, options.longest, True)
 
     def own(*tensors: Tensor) -> Gradients:
@@ -386,7 +388,7 @@ def _document_gradients(row: Row, offset: int, given: Given) -> Gradients:
     return _flash_gradients(given, calls, place, own)
 
 
-def _first_key_of(row: Row, offset: int, window: int) -> int:
+def _first_key_of(row: RowDocuments, offset: int, window: int) -> int:
     """Returns the first key visible to the segment's first query."""
     start = min(row.start, offset)
     return max(start, offset - window + 1) if window else start
@@ -437,7 +439,7 @@ def plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> 
     return over_keys(calls, q, keys, values, part)
 
 
-def plain_backward(given: Given) -> Gradients:
+def plain_backward(given: BackwardArguments) -> Gradients:
     options, kv_heads = given.options, given.keys.shape[1]
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
@@ -461,10 +463,10 @@ def plain_backward(given: Given) -> Gradients:
 
 class Way(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
-    backward: Callable[[Given], Gradients]
+    backward: Callable[[BackwardArguments], Gradients]
 
 
-WAYS = {
+ATTENTION_WAYS = {
     "own": Way(own_forward, own_backward),
     "cudnn": Way(cudnn_forward, cudnn_backward),
     "flash": Way(flash_forward, flash_backward),

@@ -48,8 +48,8 @@ from torch import Tensor
 
 from seq1f1b import _C, proof
 from seq1f1b.device import attention_calls, attention_parts, attention_proof, document_layout, kernel_library
-from seq1f1b.device.attention_calls import Place, chain
-from seq1f1b.device.attention_ways import WAYS, Given, Options, Way, token_major
+from seq1f1b.device.attention_calls import PathRows, chain
+from seq1f1b.device.attention_ways import ATTENTION_WAYS, BackwardArguments, Options, Way, token_major
 
 __all__ = ["Options"]
 
@@ -114,9 +114,9 @@ def _in_unit(options: Options, layer: Tensor, keys: Tensor, kept: int) -> Option
     """
     path = _C.key_ranges()  # the current unit's, in a tree
     if path is None:
-        return options._replace(place=Place(((0, keys.shape[2], 0),), (), kept))
+        return options._replace(place=PathRows(((0, keys.shape[2], 0),), (), kept))
     ranges, parts, num_documents = path
-    options = options._replace(place=Place(ranges, parts, kept))
+    options = options._replace(place=PathRows(ranges, parts, kept))
     if parts and (options.window or options.slopes.numel()):
         raise ValueError(
             f"layer {int(layer)} has a window or ALiBi slopes, which count the tokens between two, and {len(parts)} "
@@ -250,7 +250,7 @@ def _is_new(version: int) -> bool:
     return version >= OLDEST_CUDNN
 
 
-def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: Place, longest: int) -> bool:
+def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: PathRows, longest: int) -> bool:
     """Counts a pass of a shape; returns whether the shape has come often. cuDNN takes no call of one query or key."""
     calls = attention_calls.calls_of("cudnn", place, q.shape[2], 0, longest, operation == "attention_backward")
     sizes = tuple([call.size for call in calls])
@@ -308,15 +308,15 @@ def prove(name: str, use: proof.Use) -> None:
         AssertionError, RuntimeError, ...: the way is wrong, or does not run.
     """
     for operation in kernel_library.ATTENTION:
-        launch = functools.partial(_launch, WAYS[name])
+        launch = functools.partial(_launch, ATTENTION_WAYS[name])
         attention_proof.prove(launch, use._replace(kernel=operation), _CHECKED[name][1])
 
 
 def _launch(
     by: Way, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int, softcap: float,
-    docs: Tensor, place: Place | None = None, store: bool = False, dout: Tensor | None = None, dq: Tensor | None = None,
-    dk: Tensor | None = None, dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
-    **_: object,
+    docs: Tensor, place: PathRows | None = None, store: bool = False, dout: Tensor | None = None,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, own_dk: Tensor | None = None,
+    own_dv: Tensor | None = None, **_: object,
 ) -> None:  # fmt: skip
     """Runs a way with the arguments of kernel_library.launch_attention; documents get short ranges of keys."""
     tokens, num_keys, none = q.shape[2], k.shape[2], q.new_empty(0)
@@ -330,7 +330,7 @@ def _launch(
     if dout is None or dk is None or dv is None:
         results, found = (out, lse), by.forward(q, k, v, options)
     else:
-        results, found = (dq, own_dk, own_dv), by.backward(Given(dout, q, k, v, out, lse, options, dk, dv))
+        results, found = (dq, own_dk, own_dv), by.backward(BackwardArguments(dout, q, k, v, out, lse, options, dk, dv))
     for to, got in zip(results, found, strict=True):
         assert to is not None
         to.copy_(got)
@@ -373,7 +373,7 @@ def _backward(
     later segments are done, so the own rows are complete; the slabs' own rows are undefined after the call.
     """
     by, options = _chosen("attention_backward", q, keys, values, options)
-    dq, own_dk, own_dv = by.backward(Given(dout, q, keys, values, out, lse, options, dk, dv))
+    dq, own_dk, own_dv = by.backward(BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv))
     return dq, own_dk, own_dv, _sink_gradients(dout, out, lse, options.sinks)
 
 
@@ -390,7 +390,7 @@ def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Op
         longest = _key_range(q, values)
     if name == "cudnn" and not _comes_often(operation, q, keys, values, options.place, longest):
         name = "flash"
-    return WAYS[name], options._replace(layout=layout, longest=longest)
+    return ATTENTION_WAYS[name], options._replace(layout=layout, longest=longest)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

@@ -27,7 +27,7 @@ MOST_REMEMBERED = 1024
 """Layouts, before those of ids that are gone are looked for."""
 
 
-class Row(NamedTuple):
+class RowDocuments(NamedTuple):
     """The documents of one row of a batch within a segment. The tokens of a document are contiguous."""
 
     start: int  # first token of the first document, in the whole row: an earlier segment may hold this token
@@ -40,11 +40,11 @@ class Row(NamedTuple):
         return torch.cat([self.bounds[:1], self.bounds[1:] + before]) if before else self.bounds
 
 
-class Layout(NamedTuple):
+class DocumentLayout(NamedTuple):
     """The documents of a segment, by row of the batch."""
 
     offset: int  # tokens before the segment
-    rows: tuple[Row, ...]
+    rows: tuple[RowDocuments, ...]
 
 
 def _runs_of(ids: Tensor) -> list[list[tuple[int, int]]]:
@@ -58,7 +58,9 @@ def _runs_of(ids: Tensor) -> list[list[tuple[int, int]]]:
     return runs
 
 
-def _layout_in(runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: int, like: Tensor) -> Layout | None:
+def _layout_in(
+    runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: int, like: Tensor
+) -> DocumentLayout | None:
     """Returns the layout of a segment, on the device of ``like``; None if the tokens of a document up to the segment's
     end are not contiguous."""
     rows = []
@@ -69,14 +71,14 @@ def _layout_in(runs: Sequence[Sequence[tuple[int, int]]], offset: int, tokens: i
         ends = [*(start - offset for start, _ in seen if start > offset), tokens]
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device="cpu").to(like.device, non_blocking=True)
         longest = max(end - begin for begin, end in itertools.pairwise([0, *ends]))
-        rows.append(Row(seen[-len(ends)][0], ends[0], longest, bounds))
-    return Layout(offset, tuple(rows))
+        rows.append(RowDocuments(seen[-len(ends)][0], ends[0], longest, bounds))
+    return DocumentLayout(offset, tuple(rows))
 
 
 # -- what is remembered ----------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()  # a backward on a GPU runs in a thread of autograd
-_remembered: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[StorageWeakRef, int, Layout | None]] = {}
+_remembered: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[StorageWeakRef, int, DocumentLayout | None]] = {}
 _asking: set[torch.device] = set()
 
 
@@ -85,7 +87,7 @@ def is_asked_for(device: torch.device) -> bool:
     return device in _asking
 
 
-def remember(docs: Tensor, layout: Layout | None) -> None:
+def remember(docs: Tensor, layout: DocumentLayout | None) -> None:
     """Keeps the layout of a segment's ids."""
     if docs.is_inference():  # an inference tensor has no version to show a change
         return
@@ -101,7 +103,7 @@ def _is_gone(memory: StorageWeakRef) -> bool:
     return bool(memory.expired())  # type: ignore[no-untyped-call] # torch's has no types
 
 
-def layout_of(docs: Tensor, key_docs: Tensor) -> Layout | None:
+def layout_of(docs: Tensor, key_docs: Tensor) -> DocumentLayout | None:
     """Returns the layout of a segment's documents; None if a document is not contiguous, or if a CUDA graph is being
     captured and the layout is unknown.
 
@@ -135,6 +137,6 @@ def learn(segments: Sequence[Tensor]) -> None:
         offset += ids.shape[1]
 
 
-def read(key_docs: Tensor, tokens: int) -> Layout | None:
+def read(key_docs: Tensor, tokens: int) -> DocumentLayout | None:
     """Returns the layout of the last ``tokens`` tokens. The host waits for the device."""
     return _layout_in(_runs_of(key_docs), key_docs.shape[1] - tokens, tokens, key_docs)

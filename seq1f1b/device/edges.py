@@ -73,7 +73,7 @@ NCCL = Way(
     lambda: _C.nccl_unique_id(find_nccl()),
     is_one_sided=False,
 )
-WAYS = (COPIES, NCCL)
+EDGE_WAYS = (COPIES, NCCL)
 """In the order in which ``transport="auto"`` tries them."""
 
 
@@ -195,7 +195,7 @@ class DeviceEdges:
         gpus = self.group.all_gather_object(self.identity())
         if self.group.rank == 0:
             _warn_of_gpus(gpus, torch.cuda.device_count())
-        ways = [way for way in WAYS if self.transport in ("auto", way.name)]
+        ways = [way for way in EDGE_WAYS if self.transport in ("auto", way.name)]
         if self.transport != "auto":
             self._check_reach(ways[0], controls)
         self.warm()

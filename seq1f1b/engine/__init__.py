@@ -2,6 +2,6 @@
 
 Begin with ``engine.py``, the public class. ``runner.py`` runs a step: ``batch.py`` cuts the arguments into segments,
 the C executor calls ``stage.py`` for F and B of each unit, ``ends.py`` and ``loss.py`` take outputs on, and
-``gradients.py`` adds gradients up. A feature (recomputation, offload, split backward) is a file with a :class:`Part`
-(``parts.py``).
+``gradients.py`` adds gradients up. A feature (recomputation, offload, split backward) is a file with a
+:class:`Feature` (``features.py``).
 """

@@ -20,8 +20,8 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import DOCUMENTS, Finding
-from seq1f1b.engine.parts import Part
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import tensors_of
 
@@ -30,7 +30,7 @@ __all__: list[str] = []
 _layout = above("documents")
 
 
-class AskingForDocuments(Part):
+class AskingForDocuments(Feature):
     """The feature of planned steps with several documents in a row: gives attention the number of documents."""
 
     needs = "has_documents"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.attention.unit import LiveUnit, as_message
-from seq1f1b.engine.parts import Received
+from seq1f1b.engine.features import Received
 from seq1f1b.nested import mapped
 
 __all__: list[str] = []

@@ -15,9 +15,9 @@ from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
 from seq1f1b.engine.ends import Sink, detached
+from seq1f1b.engine.features import Received
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.model_state import RandomState
-from seq1f1b.engine.parts import Received
 from seq1f1b.engine.replicas import Fsdp, without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.engine.weighting import Weighting

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.compiled import is_compiled
-from seq1f1b.engine.parts import Part, Received
+from seq1f1b.engine.features import Feature, Received
 from seq1f1b.engine.replicas import Fsdp
 from seq1f1b.engine.stage import StageStep
 
@@ -130,7 +130,7 @@ def storages_of(tensor: Any) -> dict[int, int]:
         return {}
 
 
-class Measuring(Part):
+class Measuring(Feature):
     """The feature that measures units in the first step of a shape: bytes in graphs, and bytes left by I to W."""
 
     needs = "is_new"

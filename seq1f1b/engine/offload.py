@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.measure import SavedBytes, storages_of
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.stage import Stage, StageStep
 from seq1f1b.transport.group import OfOneProcess
 
@@ -119,7 +119,7 @@ class Tier(OfOneProcess, ABC):
     def _wait(self, number: int) -> None: ...
 
 
-class Offloading(Part):
+class Offloading(Feature):
     """The feature that moves saved tensors of units to the rank's tier, and back: passes O, A and L."""
 
     serves = "O"
@@ -142,12 +142,12 @@ class Offloading(Part):
         if unit.cell not in self._step.order.moved:
             return None
         modules = self._step.stage.modules if self._step.measure is not None else ()
-        unit.away = Away(modules, inputs, self._tier.device)
+        unit.away = MovedTensors(modules, inputs, self._tier.device)
         return unit.away  # type: ignore[no-any-return]
 
     def move_out(self, cell: int, received: Received) -> None:
         """O(m.s): begins to move the tensors saved by F to the tier."""
-        away: Away = self._step.units[cell].away
+        away: MovedTensors = self._step.units[cell].away
         away.out(self._tier, self._first + cell)
         self._bytes += away.moved_bytes
 
@@ -165,7 +165,7 @@ class Offloading(Part):
         return {"moved_bytes": self._bytes}
 
 
-class Saved:
+class SavedTensor:
     """Stand-in for a tensor in a graph: the tensor, or its place in a storage that is away."""
 
     __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
@@ -190,7 +190,7 @@ class Saved:
         self._version = self.tensor._version
 
 
-class Away(SavedBytes):
+class MovedTensors(SavedBytes):
     """Saved tensors of a unit's graph, from F to the backward; collected while the context is open.
 
     A storage moves once, with all its tensors. Small storages stay. So do storages with another owner, because memory
@@ -201,8 +201,8 @@ class Away(SavedBytes):
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any], device: torch.device) -> None:
         super().__init__(modules, excluded)  # for the count alone
         self._device = device  # tensors on other devices stay
-        self._saved: list[weakref.ref[Saved]] = []
-        self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
+        self._saved: list[weakref.ref[SavedTensor]] = []
+        self._moved: list[tuple[int, list[SavedTensor]]] = []  # bytes of a storage, and the tensors in it
         self.moved_bytes = 0
         self.away_bytes = 0  # moved bytes that lie in the tier alone
 
@@ -211,12 +211,12 @@ class Away(SavedBytes):
         is_here = tensor.device == self._device and bool(storages_of(tensor))
         if not (is_strided and is_here) or tensor.is_conj() or tensor.is_neg():
             return super().pack(tensor)
-        saved = Saved(self.count(tensor))
+        saved = SavedTensor(self.count(tensor))
         self._saved.append(weakref.ref(saved))
         return saved
 
     def unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, Saved):
+        if not isinstance(kept, SavedTensor):
             return super().unpack(kept)
         if not kept.look():
             raise RuntimeError(
@@ -228,7 +228,7 @@ class Away(SavedBytes):
 
     def out(self, tier: Tier, number: int) -> None:
         """O: begins to send out storages without other owners."""
-        by_storage: dict[int, list[Saved]] = {}
+        by_storage: dict[int, list[SavedTensor]] = {}
         for reference in self._saved:
             saved = reference()
             if saved is not None and saved.tensor is not None:

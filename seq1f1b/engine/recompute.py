@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from seq1f1b.attention.unit import LiveUnit, current, enter
 from seq1f1b.engine.compiled import is_compiled_whole
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.engine.options import Options, check_share
-from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import Stage, StageStep
 from seq1f1b.nested import digest, tensors_of
@@ -35,7 +35,7 @@ _Run = TypeVar("_Run", bound=Callable[..., Any])
 _generators = threading.RLock()  # torch's default generators belong to the whole process
 
 
-class Recomputing(Part):
+class Recomputing(Feature):
     """The feature that recomputes whole units: F runs without a graph and keeps only arguments, R runs again."""
 
     serves = "R"
@@ -55,7 +55,7 @@ class Recomputing(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again or unit.cell not in self._step.order.recomputed:
             return None
-        unit.kept = Kept(inputs, self._step.kwargs_of(unit), self._device, self._trains)
+        unit.kept = StartingState(inputs, self._step.kwargs_of(unit), self._device, self._trains)
         return unit.kept.first()  # type: ignore[no-any-return]
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
@@ -91,7 +91,7 @@ class Recomputing(Part):
             )
 
 
-class Kept:
+class StartingState:
     """State that F leaves to R: arguments of the stage, and states of random number generators.
 
     Args:
@@ -163,7 +163,7 @@ def one_at_a_time(run: _Run) -> _Run:
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class BlockRecomputing(Part):
+class BlockRecomputing(Feature):
     """The feature that computes some blocks of a stage again, each just before its own backward.
 
     Recomputed are the first blocks of the list in ``Memory.blocks``: the share of the list's length, rounded up.

@@ -18,13 +18,13 @@ from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, r
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
+from seq1f1b.engine.features import Constants, Feature
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
-from seq1f1b.engine.parts import Constants, Part
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
 from seq1f1b.engine.replicas import data_parallel
@@ -41,7 +41,7 @@ from seq1f1b.transport.failure import mark_as_told
 __all__: list[str] = []
 
 # What an engine may do around the units of a stage. A new feature is a file, and a line here.
-FEATURES: tuple[type[Part], ...] = (
+FEATURES: tuple[type[Feature], ...] = (
     Constants,
     WeightGradients,
     AskingForDocuments,
@@ -302,7 +302,7 @@ class Runner:
         start = time.perf_counter()
         with inside_step(), on_device, ExitStack() as around:
             step.around = around
-            if step.has_parts:
+            if step.has_features:
                 step.surround(around)
             _C.executor_step(
                 order.executor,

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from seq1f1b.attention.unit import LiveUnit, current
 from seq1f1b.engine import linear
 from seq1f1b.engine.compiled import runs_compiled
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.gradients import dense
 from seq1f1b.engine.measure import storages_of
-from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.replicas import is_reduced
 from seq1f1b.engine.stage import Stage, StageStep
 
@@ -35,7 +35,7 @@ __all__: list[str] = []
 _WIDEST = 8  # outputs per input: the output gradients of a wider layer, a head, would fill the memory until W
 
 
-class WeightGradients(Part):
+class WeightGradients(Feature):
     """The feature that makes weight gradients without autograd: in B, or in W if an order splits the backward.
 
     Attributes:

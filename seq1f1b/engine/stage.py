@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import by_paths
 from seq1f1b.engine.ends import Sink, Source
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.findings import Findings
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import StageOrder
-from seq1f1b.engine.parts import Part, Pass, Received
 from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.nested import tensors_of
 
@@ -40,7 +40,7 @@ class Stage:
         index: int,
         pipeline: Pipeline,
         options: Options,
-        features: Sequence[type[Part]],
+        features: Sequence[type[Feature]],
         *,
         is_whole: bool,
         tells: bool,
@@ -109,14 +109,14 @@ class StageStep:
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # of all parts, for the report; set by end
         self._module, self._parallel = stage.module, stage.parallel
-        self.parts: list[Part] = []
-        for part in stage.features:
-            is_served = not part.serves or not order.kinds.isdisjoint(part.serves)
-            if is_served and (not part.needs or getattr(batch, part.needs)):
-                part._step = self
-                if part.start(self):
-                    self.parts.append(part)
-        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # Measuring
+        self.features: list[Feature] = []
+        for feature in stage.features:
+            is_served = not feature.serves or not order.kinds.isdisjoint(feature.serves)
+            if is_served and (not feature.needs or getattr(batch, feature.needs)):
+                feature._step = self
+                if feature.start(self):
+                    self.features.append(feature)
+        self.measure: Any = next((each for each in self.features if hasattr(each, "around_head")), None)  # Measuring
 
     def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
         """Connects the stage to a source of inputs and a sink of outputs; :meth:`Pipeline.connect` opens edges.
@@ -125,23 +125,23 @@ class StageStep:
             functions that run units of the stage, by the letter of the pass; ``"fill"`` runs a piece of W.
         """
         self._source, self._sink = source, sink
-        # A hook that no part has costs nothing.
-        self._around = [part.around for part in self.parts if type(part).around is not Part.around]
-        self._returned = [part.returned for part in self.parts if type(part).returned is not Part.returned]
+        # A hook that no feature has costs nothing.
+        self._around = [each.around for each in self.features if type(each).around is not Feature.around]
+        self._returned = [each.returned for each in self.features if type(each).returned is not Feature.returned]
         self._after = [
-            part.after_backward for part in self.parts if type(part).after_backward is not Part.after_backward
+            each.after_backward for each in self.features if type(each).after_backward is not Feature.after_backward
         ]
         passes: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
-        for part in self.parts:
-            passes |= part.passes()
+        for feature in self.features:
+            passes |= feature.passes()
         return passes
 
     def end(self) -> None:
         """Ends the stage's step, also after an error: breaks cycles of references; units and figures stay."""
-        self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
-        for part in self.stage.features:
-            part._step = None
-        self.parts, self._around, self._returned, self._after, self.measure = [], [], [], [], None
+        self.figures = {name: value for feature in self.features for name, value in feature.figures().items()}
+        for feature in self.stage.features:
+            feature._step = None
+        self.features, self._around, self._returned, self._after, self.measure = [], [], [], [], None
         self._source = self._sink = None
 
     # -- forward ---------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
 from seq1f1b.engine.documents import read_documents
 from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
+from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.loss import ToLoss
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder
-from seq1f1b.engine.parts import Pass, Received
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import one_at_a_time
 from seq1f1b.engine.stage import Stage, StageStep
@@ -105,7 +105,7 @@ class Step:
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage: runs a piece of W
         self.around: ExitStack | None = None  # contexts around all units, while units run
-        self.has_parts = False  # whether a feature has work; set by prepare
+        self.has_features = False  # whether a feature has work; set by prepare
 
     def share_weights(self) -> None:
         """Shares weights of micro-batches found by targets with all ranks, for auxiliary losses. Collective."""
@@ -150,7 +150,7 @@ class Step:
             batch.read.read()
         for index, stage_step in self._stage_steps.items():
             self._connect(index, stage_step, weighting)
-        self.has_parts = any(stage_step.parts for stage_step in self._stage_steps.values())
+        self.has_features = any(stage_step.features for stage_step in self._stage_steps.values())
         if self.around is not None:
             self.surround(self.around)
         return batch.sizes
@@ -184,15 +184,15 @@ class Step:
         """
         for own in self._stage_steps.values():
             others = [m for other in self._stage_steps.values() if other is not own for m in other.stage.modules]
-            for part in own.parts:
-                context = part.in_step(others)
+            for feature in own.features:
+                context = feature.in_step(others)
                 if context is not None:
                     around.enter_context(context)
 
     def look_back(self) -> None:
         """Calls the features' ``look_back`` in the first step of a shape, after the units and outside of contexts."""
-        for part in chain.from_iterable(stage_step.parts for stage_step in self._stage_steps.values()):
-            part.look_back()
+        for feature in chain.from_iterable(stage_step.features for stage_step in self._stage_steps.values()):
+            feature.look_back()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 

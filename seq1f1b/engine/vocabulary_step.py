@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.batch import StepRead
 from seq1f1b.engine.ends import Source, ToStage, detached
-from seq1f1b.engine.parts import Pass, Received
+from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.engine.vocabulary import (

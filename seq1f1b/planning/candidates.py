@@ -15,11 +15,11 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import Made, Orders
+from seq1f1b.planning.orders import BuiltOrder, Orders
 from seq1f1b.schedule import Family
 from seq1f1b.seconds import Span
 
-__all__ = ["STEPS", "Candidate", "Found", "Pricing", "Uncertain", "group_lengths", "of_shards"]
+__all__ = ["STEPS", "Candidate", "Pricing", "RatedCandidate", "Uncertain", "group_lengths", "of_shards"]
 
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 _TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
@@ -102,7 +102,7 @@ def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout
 
 
 @dataclass(eq=False)
-class Found:
+class RatedCandidate:
     """Candidate with the search's results so far.
 
     Attributes:
@@ -128,7 +128,7 @@ class Found:
     sort_key: tuple[int, int] = (0, 0)
     least: int = 0
 
-    def is_alike(self, other: Found) -> bool:
+    def is_alike(self, other: RatedCandidate) -> bool:
         """Returns whether the two candidates differ only in the split, or only in the family's name."""
         mine, its = self.candidate, other.candidate._replace(mix=self.candidate.mix)
         if mine == its:
@@ -224,13 +224,13 @@ class Pricing:
             least = max(least, (way + down + up).max())
         return float(least)
 
-    def _look(self, candidate: Candidate) -> Found:
+    def _look(self, candidate: Candidate) -> RatedCandidate:
         """Returns the prices and bounds of a candidate, without an order."""
         family, v, k, mix, inside, balance, _, vocabulary = candidate
         prices = [self._price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
         bounds = [self._bound(price, family.splits_backward) for price in prices]
         units = 2 * self.num_ranks * v * self.num_microbatches * k
-        return Found(candidate, prices, bounds, self.mean(bounds), units)
+        return RatedCandidate(candidate, prices, bounds, self.mean(bounds), units)
 
     def fill_tokens(self) -> int:
         """Returns the tokens of a segment that fills the device: at most twice a long segment's time per token."""
@@ -242,14 +242,14 @@ class Pricing:
 
     # -- orders
 
-    def orders(self, found: Found) -> Orders:
+    def orders(self, found: RatedCandidate) -> Orders:
         """Returns the orders for a candidate."""
         candidate, M = found.candidate, self.num_microbatches
         shares = [each.share for each in self.lengths]
         steps = {"steps": STEPS[self.optimizer_sync], "optimizer_sync": self.optimizer_sync}
         return Orders(candidate.family, found.prices, M, self.cap, candidate.remedies, shares, steps)
 
-    def priced(self, found: Found, *, is_quick: bool = False) -> Found | None:
+    def priced(self, found: RatedCandidate, *, is_quick: bool = False) -> RatedCandidate | None:
         """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies.
 
         is_quick: searches for an order at one level and cap, not at several.
@@ -271,7 +271,7 @@ class Pricing:
         simulated = [self._simulated(found, orders, made) for made in choices]
         return min(simulated, key=lambda each: (each.seconds, each.least))
 
-    def _simulated(self, found: Found, orders: Orders, made: Made) -> Found:
+    def _simulated(self, found: RatedCandidate, orders: Orders, made: BuiltOrder) -> RatedCandidate:
         """Returns a copy of the candidate with the order, simulated if the order fits."""
         found = copy.copy(found)
         found.made = made
@@ -292,7 +292,7 @@ class Pricing:
 
     # -- plans
 
-    def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
+    def uncertain(self, found: RatedCandidate) -> tuple[Uncertain, ...]:
         """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
         schedule, orders = found.made.schedule, self.orders(found)
         seconds = orders.seconds(schedule)
@@ -311,7 +311,7 @@ class Pricing:
                 terms.append(Uncertain(name, low, high, *moved))
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
 
-    def plan(self, found: Found, uncertain: tuple[Uncertain, ...]) -> Plan:
+    def plan(self, found: RatedCandidate, uncertain: tuple[Uncertain, ...]) -> Plan:
         """Returns the plan of a candidate with an order."""
         candidate, made, prices = found.candidate, found.made, found.prices
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))

@@ -23,10 +23,10 @@ from seq1f1b.engine.file_tier import FileTier
 from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
+    MEASURED_WAYS,
     MOVED_WORK,
     SEGMENTS,
     WARM_UP,
-    WAYS,
     StageTimes,
     cuts_of,
     few_cuts,
@@ -146,7 +146,7 @@ def _work_in_order(model: ModelShape, settings: dict[str, Any]) -> list[float]:
     """Returns the FLOP of a call of :func:`profile_model` with the settings, one entry per call of ``progress``."""
     seq_len, layers, moves = settings["seq_len"], settings["layers"], settings["offload"] is not None
     cuts, layer = cuts_of(seq_len, SEGMENTS), model._replace(layers=1, vocab=0).flops(0, seq_len)
-    steps, plain = WARM_UP + settings["repeats"], sum(WAYS.values())
+    steps, plain = WARM_UP + settings["repeats"], sum(MEASURED_WAYS.values())
     work = [steps * (plain + MOVED_WORK * (moves and k == moved_cut(cuts))) for k in cuts]
     found = [forwards * layers * layer for forwards in work]
     if layers > 1:

@@ -13,7 +13,7 @@ from seq1f1b.files import nearest_name
 from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.schedule import Costs, Family, Schedule, Simulation, build_schedule, families
 
-__all__ = ["Made", "Orders", "families_named"]
+__all__ = ["BuiltOrder", "Orders", "families_named"]
 
 _CAP_TRIES = 4  # orders tried for one cap
 _TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
@@ -29,7 +29,7 @@ def families_named(names: Collection[str]) -> list[Family]:
     return [known[name] for name in names]
 
 
-class Made(NamedTuple):
+class BuiltOrder(NamedTuple):
     """An order, the options of its construction, and the bytes of its ranks."""
 
     schedule: Schedule
@@ -98,19 +98,19 @@ class Orders(NamedTuple):
         runs = zip(self.shares, self.run(schedule), strict=True)
         return sum([share * (run.makespan if run.period is None else run.period) for share, run in runs])
 
-    def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> Made:
+    def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> BuiltOrder:
         """Returns the order with the bytes of each rank, the most over all lengths."""
         ranks = self.prices[0].rank_bytes(schedule)
         for price in self.prices[1:]:
             both = zip(ranks, price.rank_bytes(schedule), strict=True)
             ranks = [one if one.total >= other.total else other for one, other in both]
-        return Made(schedule, options, ranks, max([rank.total for rank in ranks]))
+        return BuiltOrder(schedule, options, ranks, max([rank.total for rank in ranks]))
 
-    def make(self, options: dict[str, Any]) -> Made:
+    def make(self, options: dict[str, Any]) -> BuiltOrder:
         """Builds the order with the given options, and counts the bytes."""
         return self.with_bytes(self.build(options), options)
 
-    def made_for(self, cap: float) -> Made:
+    def made_for(self, cap: float) -> BuiltOrder:
         """Returns the family's order within ``cap``; if no order fits, the order that holds least.
 
         A family with a choice gets the faster of split and whole backwards. A family with a cap in bytes counts every
@@ -134,7 +134,7 @@ class Orders(NamedTuple):
         for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
             least[rank] += max(int(units.sum()) for units in price.microbatches(row))
         room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
-        tried: list[Made] = []
+        tried: list[BuiltOrder] = []
         for _ in range(1 if self.is_quick else _CAP_TRIES):
             left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
             room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
@@ -143,16 +143,16 @@ class Orders(NamedTuple):
             aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
         return min(tried, key=lambda made: self._place(made, cap))
 
-    def with_remedies(self) -> Made:
+    def with_remedies(self) -> BuiltOrder:
         """Returns the order of a family with a cap in bytes, with units that recompute or move.
 
         Tries orders that hold more or fewer micro-batches, makes each fit, and takes the fastest. The fastest is then
         searched for again, with the seconds of recomputation in the costs.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
-        tried: list[tuple[tuple[float, int], Made]] = []
+        tried: list[tuple[tuple[float, int], BuiltOrder]] = []
 
-        def best() -> tuple[tuple[float, int], Made]:
+        def best() -> tuple[tuple[float, int], BuiltOrder]:
             return min(tried, key=lambda each: each[0])
 
         def consider(options: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class Orders(NamedTuple):
             consider(made.options | {"costs": _with_recompute(made, self.price)})
         return best()[1]
 
-    def fit(self, made: Made) -> Made:
+    def fit(self, made: BuiltOrder) -> BuiltOrder:
         """Returns the order with units that recompute or move until every rank fits in the cap, or no unit is left.
 
         The machine's host memory limits moves. Smaller shares of the host memory are tried if a rank could not hold the
@@ -192,7 +192,7 @@ class Orders(NamedTuple):
                 break
         return made
 
-    def _place(self, made: Made, cap: float) -> tuple[float, int]:
+    def _place(self, made: BuiltOrder, cap: float) -> tuple[float, int]:
         """Returns the sort key of an order: seconds if the order fits, else infinity, and then bytes."""
         return self.seconds(made.schedule) if made.peak <= cap else math.inf, made.peak
 
@@ -223,7 +223,7 @@ class Orders(NamedTuple):
         return list(map(max, loop, wave))
 
 
-def _with_recompute(made: Made, price: Price) -> list[Any]:
+def _with_recompute(made: BuiltOrder, price: Price) -> list[Any]:
     """Returns the seconds of F, I and W, where I includes R times the share of recomputed units among equal units."""
     forward, inputs, weight = made.options["costs"]
     kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])

@@ -293,7 +293,7 @@ def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
     return found if keys else [0] * num_rows
 
 
-class _Grown(NamedTuple):
+class _GrownTrees(NamedTuple):
     """Trees of rows, and the places of rows' tokens in trees.
 
     Attributes:
@@ -312,7 +312,7 @@ class _Grown(NamedTuple):
     told_apart: str
 
 
-def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
+def _that_pay_alone(rows: _Rows, grown: _GrownTrees, cost: CostModel) -> list[int]:
     """Returns the rows of trees that would take no less time than separate rows, with units of the rows' best time."""
     rates, shapes = Rates.from_cost(cost), grown.shapes
     alone: list[list[int]] = [[] for _ in shapes]
@@ -334,7 +334,7 @@ def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
 
 def _grow(
     rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int], min_shared: int
-) -> _Grown:
+) -> _GrownTrees:
     """Grows trees: follows the rows of a group while tokens agree, makes a node, and goes on with each branch.
 
     Nodes are in preorder. Trees, and children of a node, are in the order of first rows. A row that ends on the path of
@@ -344,7 +344,7 @@ def _grow(
         raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
     if min_shared < 1:
         raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
-    compared = _Compared(rows, weights, named, labels)
+    compared = _RowComparison(rows, weights, named, labels)
     num_targets = compared.num_targets
     trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of the nodes of each tree
     tree_of_row, total = [-1] * rows.num_rows, 0
@@ -383,7 +383,7 @@ def _grow(
     target[taken[is_supervised]] = token[is_supervised]
     counted = None if weights is None else weights.numpy()[token]
     weight = np.bincount(taken, counted, total).astype(np.float64)
-    return _Grown(
+    return _GrownTrees(
         shapes,
         tree_of_row,
         torch.from_numpy(place),
@@ -393,7 +393,7 @@ def _grow(
     )
 
 
-class _Compared:
+class _RowComparison:
     """Comparison of rows: the length of a common prefix, and the branches after it."""
 
     def __init__(self, rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int]) -> None:

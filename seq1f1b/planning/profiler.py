@@ -34,7 +34,7 @@ __all__ = ["StageTimes", "measure_stage"]
 
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first steps allocate
-WAYS = {"whole": 3, "split": 3, "recomputed": 4}
+MEASURED_WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 """The ways in which each cut is measured, and its work in forwards: B counts as two of them, and so do I and W."""
 _REPEATED = ("unit_overhead", "step_overhead", "tier", "moving")  # fields of StageTimes with an entry per repetition
 MOVED_WORK = 3  # work, in forwards, of a cut whose units move to a tier and back
@@ -137,7 +137,7 @@ def measure_stage(
     case = _Case(stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
     result = StageTimes(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [], [])
     for k in cuts:
-        for way in WAYS:
+        for way in MEASURED_WAYS:
             result = _measure_cut(case, k, way, result)
         if offload is not None and k == moved_cut(cuts):
             result = _measure_cut(case, k, "moved", result)
@@ -211,7 +211,7 @@ def _order(num_stages: int, k: int, split: bool) -> Schedule:
 
 
 def _measure_cut(case: _Case, k: int, way: str, result: StageTimes) -> StageTimes:
-    """Adds the measurements of steps in ``k`` segments to the result. way: one of ``WAYS``, or "moved"."""
+    """Adds the measurements of steps in ``k`` segments to the result. way: one of ``MEASURED_WAYS``, or "moved"."""
     sizes = partition_sequence(case.seq_len, k, strategy="even")
     inputs, sink = _leaves(case.make_inputs(case.seq_len)), _Sink()
     feeds = any(x.requires_grad for x in inputs)

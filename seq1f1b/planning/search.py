@@ -14,7 +14,7 @@ from typing import Any
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.candidates import Candidate, Found, Pricing, Uncertain, group_lengths, of_shards
+from seq1f1b.planning.candidates import Candidate, Pricing, RatedCandidate, Uncertain, group_lengths, of_shards
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import families_named
 from seq1f1b.schedule import Family, families
@@ -368,9 +368,9 @@ class _Search(Pricing):
     def __init__(self, *of_pricing: Any, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
         super().__init__(*of_pricing)
         self._best, self._within, self._progress = best, within, progress
-        self.fitting: list[Found] = []
+        self.fitting: list[RatedCandidate] = []
         self.is_quick, self.num_candidates = False, 0
-        self._told: list[Found] = []  # candidates with a bound, a size or seconds so far
+        self._told: list[RatedCandidate] = []  # candidates with a bound, a size or seconds so far
         self._broken: dict[str, dict[str, None]] = {}  # by family: rules broken by counts
         self._left_of_auto = _MOST_OF_AUTO
 
@@ -399,7 +399,7 @@ class _Search(Pricing):
             if most_units > 0:
                 most_units -= self._consider(self.look(candidate))
 
-    def _consider(self, known: Found) -> int:
+    def _consider(self, known: RatedCandidate) -> int:
         """Prices a candidate unless a bound of time or memory rules it out; keeps the best. Returns priced units."""
         fitting, remedies = self.fitting, known.candidate.remedies
         limit = self._within * fitting[0].seconds if fitting else math.inf
@@ -471,7 +471,7 @@ class _Search(Pricing):
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates, fastest expected seconds first: the bound, times a root of the ratio to the bound, or
         to the cap, of an equal candidate with other segments. More segments come nearer to the bound and need less."""
-        found: dict[Candidate, Found] = {}  # the fastest result for other segments, or the last that was too large
+        found: dict[Candidate, RatedCandidate] = {}  # the fastest for other segments, or the last too large
         for told in self._told:
             of = told.candidate._replace(num_segments=0, mix=1.0)
             known = found.get(of)
@@ -511,7 +511,7 @@ class _Search(Pricing):
 
     # -- what is told
 
-    def _share_again(self, found: Found) -> float:
+    def _share_again(self, found: RatedCandidate) -> float:
         """Returns the share of the step in which ranks recompute, or wait for the tier."""
         kept = []
         for price in self.look(found.candidate._replace(inside="none")).prices:
@@ -575,7 +575,7 @@ class _Search(Pricing):
         return reasons
 
 
-def _mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
+def _mixed(found: Sequence[RatedCandidate], mixes: Sequence[float]) -> list[Candidate]:
     """Returns the found candidates with splits of the given mixes."""
     cut = [each.candidate for each in found if each.candidate.num_segments > 1]
     return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]

@@ -25,7 +25,7 @@ from seq1f1b.attention.packing import pack_documents
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
-from seq1f1b.planning.orders import Made, Orders, families_named
+from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_rows import (
     MOST_TOKENS,
@@ -360,7 +360,7 @@ class _Search:
         except ScheduleError as error:
             self._refused = error
 
-    def _keep(self, rows: Rows, costs: Price, orders: Orders, made: Made) -> None:
+    def _keep(self, rows: Rows, costs: Price, orders: Orders, made: BuiltOrder) -> None:
         self._least = made.peak if self._least is None else min(self._least, made.peak)
         if made.peak > self._memory:
             return

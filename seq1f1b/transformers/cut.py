@@ -51,7 +51,7 @@ from seq1f1b.transformers.parts import (
     message_of,
     own_copies,
 )
-from seq1f1b.transformers.sample import Whole, run_sample, tokens_of, without_head
+from seq1f1b.transformers.sample import RecordedModel, run_sample, tokens_of, without_head
 from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit, Message
 from seq1f1b.transformers.state import carry_states
 from seq1f1b.transformers.twins import shallow, twin
@@ -198,7 +198,7 @@ def _check_balance(balance: Sequence[int] | str, seq_len: int, num_layers: int, 
 
 
 def _counts(
-    whole: Whole, num_stages: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
+    whole: RecordedModel, num_stages: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> Sequence[int]:
     layers = list(whole.layers)
     if balance == "time":
@@ -218,7 +218,7 @@ def _limits(call: Call) -> tuple[int | None, int | None]:
 # -- a stage beside the whole model ------------------------------------------------------------------------------------
 
 
-def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
+def _compare_stage(whole: RecordedModel, stage: CausalLMStage, own: range) -> float:
     """Compares a stage with the whole model, and prepares attentions and mixers; returns attention dropout in training.
 
     Args:
@@ -237,7 +237,7 @@ def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
     return max(_look_at_layer(model, layer, i, whole.record) for i, layer in own_layers.items())
 
 
-def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
+def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
     """Runs a twin of the stage without layers on the segments of the sample; raises ValueError if results differ."""
     entry, exit = stage.ends
     first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded

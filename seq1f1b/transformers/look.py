@@ -153,7 +153,7 @@ def takes_keys(layer: nn.Module) -> list[str]:
 
 def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     stored = _Stored()
-    with suppress(Seen):
+    with suppress(EndOfRun):
         twin(layer, {})(hidden, *args, **{**kwargs, SHARED: stored})
     return stored
 
@@ -161,7 +161,7 @@ def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[s
 class _Stored(dict[str, Any]):
     def __setitem__(self, kind: str, pair: Any) -> None:
         super().__setitem__(kind, pair)
-        raise Seen
+        raise EndOfRun
 
 
 # -- values of the whole sample and of its segments --------------------------------------------------------------------
@@ -244,7 +244,7 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
             inside = instead[attention] = twin(attention, {})
             inside.training = True
             inside.register_forward_hook(partial(_stop, looks))
-        with suppress(Seen):
+        with suppress(EndOfRun):
             twin(layer, instead)(call.hidden, *call.args, **call.kwargs)
     except ERRORS as error:
         raise ValueError(f"it does not run alone: {type(error).__name__}: {error}") from error
@@ -260,10 +260,10 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
     return looks
 
 
-class Seen(Exception):
+class EndOfRun(Exception):
     """The exception that ends a run after the last needed record."""
 
 
 def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:
     if all(look.calls for look in looks):
-        raise Seen
+        raise EndOfRun

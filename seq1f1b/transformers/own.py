@@ -108,7 +108,7 @@ class _Falcon(_Own):
         return self.dense(out.flatten(2)), None
 
 
-class _Indexed(_Own):
+class _IndexedAttention(_Own):
     """An attention over keys chosen by an indexer, run without: up to ``index_topk`` tokens an indexer chooses all."""
 
     all_are_chosen = True
@@ -225,6 +225,6 @@ _OWN: dict[str, type[_Own]] = {
     "Zamba2HybridLayer": _SharedTransformer,
     "Gemma3nTextModel": _PerLayer,
     "Gemma4TextModel": _PerLayer,
-    **dict.fromkeys([f"{name}Attention" for name in _WITH_INDEXERS], _Indexed),
+    **dict.fromkeys([f"{name}Attention" for name in _WITH_INDEXERS], _IndexedAttention),
     **dict.fromkeys([f"{name}Indexer" for name in _WITH_INDEXERS], _Indexer),
 }

@@ -13,8 +13,8 @@ from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_ho
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.layers import cannot
 from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys
-from seq1f1b.transformers.sample import Whole
-from seq1f1b.transformers.stage import Elsewhere, Entry, Exit, Hidden, Message, NoEmbedding
+from seq1f1b.transformers.sample import RecordedModel
+from seq1f1b.transformers.stage import AbsentLayer, Entry, Exit, HiddenStates, Message, NoEmbedding
 from seq1f1b.transformers.twins import put, shallow, stand_for
 
 __all__: list[str] = []
@@ -24,7 +24,7 @@ Shards = tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None
 
 
 def make_part(
-    whole: Whole,
+    whole: RecordedModel,
     rank: int,
     stage_of: Mapping[str, int],
     tied: Tied,
@@ -34,12 +34,14 @@ def make_part(
     """Returns a copy of the model with this rank's modules, and the names of the modules left to other stages."""
     part, (embedding, head), (entry, exit) = shallow(whole.model), shards, ends
     instead: dict[str, nn.Module] = {
-        name: NoEmbedding(entry) if name in whole.before else Elsewhere() for name, at in stage_of.items() if at != rank
+        name: NoEmbedding(entry) if name in whole.before else AbsentLayer()
+        for name, at in stage_of.items()
+        if at != rank
     }
     if embedding is not None and stage_of[embedding.name] == rank:
         instead[embedding.name] = NoEmbedding(entry)
     if head is not None and stage_of[head.name] == rank:
-        instead[head.name] = Hidden(head.linear.weight.dtype)
+        instead[head.name] = HiddenStates(head.linear.weight.dtype)
     own = _own_modules(whole.model, rank, [name for name in stage_of if name not in instead], tied)
     own |= {name: copy.deepcopy(whole.model.get_submodule(name)) for name in whole.kept}  # small: rotary embeddings
     places: dict[str, nn.Module] = {}
@@ -49,7 +51,7 @@ def make_part(
         places[f"{whole.path}.{entry.message.first - 1}"] = entry
     put(part, {**instead, **own, **places}, copied=set())
     for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
-        if isinstance(stand_in, (Elsewhere, Entry, Exit, NoEmbedding)):
+        if isinstance(stand_in, (AbsentLayer, Entry, Exit, NoEmbedding)):
             stand_for(layer, stand_in, whole.record.outputs)
     return part, list(instead)
 
@@ -74,7 +76,7 @@ def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) 
 # -- what stages hand on -----------------------------------------------------------------------------------------------
 
 
-def message_before(whole: Whole, first: int) -> Message:
+def message_before(whole: RecordedModel, first: int) -> Message:
     """Returns the message to the stage that begins with layer ``first``."""
     record, later = whole.record, list(whole.layers)[first:]
     hidden = record.calls[first].hidden
@@ -96,7 +98,7 @@ def message_before(whole: Whole, first: int) -> Message:
     )
 
 
-def message_of(message: Message, whole: Whole) -> Any:
+def message_of(message: Message, whole: RecordedModel) -> Any:
     """Returns the message's tensors for the sample, from the run of the whole model."""
     calls = [whole.record.calls[i] for i in range(len(whole.layers))]
     exit = Exit(message)

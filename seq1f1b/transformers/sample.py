@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from seq1f1b.transformers.layers import cannot
 from seq1f1b.transformers.look import ERRORS, TOKENS, Probe, Record, recording, with_remedy
-from seq1f1b.transformers.stage import Hidden
+from seq1f1b.transformers.stage import HiddenStates
 from seq1f1b.transformers.twins import twin
 
 __all__: list[str] = []
 
 
 @dataclass(frozen=True)
-class Whole:
+class RecordedModel:
     """A model, and the record of a run on a sample.
 
     Attributes:
@@ -44,7 +44,7 @@ class Whole:
         return "position_ids" in signature(self.model.get_submodule(self.decoder).forward).parameters
 
 
-def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
+def run_sample(model: Any, path: str, layers: nn.ModuleList) -> RecordedModel:
     """Runs a twin of the model. ``path`` is the name of the list of layers.
 
     Raises:
@@ -67,7 +67,7 @@ def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
     for name in others:
         if name not in kept:
             sides[is_after[name]].append(name)
-    return Whole(model, path, layers, decoder, *sides, kept, record)
+    return RecordedModel(model, path, layers, decoder, *sides, kept, record)
 
 
 def _others(model: Any, path: str, owners: list[str]) -> list[str]:
@@ -148,4 +148,4 @@ def without_head(model: Any) -> dict[nn.Module, nn.Module]:
     """Returns a stand-in for the head of a model without memory, for use in a twin; else an empty dict."""
     head = model.get_output_embeddings()
     weights = list(head.parameters())
-    return {head: Hidden(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}
+    return {head: HiddenStates(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}

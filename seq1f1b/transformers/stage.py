@@ -19,7 +19,7 @@ from seq1f1b.transformers.initial import initialize
 from seq1f1b.transformers.state import mixers, note_documents
 from seq1f1b.transformers.twins import as_layer
 
-__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding"]
+__all__ = ["AbsentLayer", "CausalLMStage", "Entry", "Exit", "HiddenStates", "Message", "NoEmbedding"]
 
 
 class CausalLMStage(nn.Module):
@@ -250,7 +250,7 @@ def check_says_nothing(given: Mapping[str, Any]) -> None:
             )
 
 
-class Hidden(nn.Module):
+class HiddenStates(nn.Module):
     """A stand-in for a head whose rows lie on all ranks: keeps and returns the hidden states."""
 
     hidden: Tensor | None = None
@@ -264,7 +264,7 @@ class Hidden(nn.Module):
         return hidden
 
 
-class Elsewhere(nn.Module):
+class AbsentLayer(nn.Module):
     """A stand-in for a layer of another stage, or for a module after the layers; the stage ignores the result."""
 
     def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ _PIECE = 4 << 20  # bytes read from a file at once
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor in a file."""
 
     file: str
@@ -46,7 +46,7 @@ class WeightFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         for path in weight_paths(folder):
             self.places |= places_of(path)
 
@@ -136,14 +136,14 @@ def _indexed(index: str) -> list[str]:
     return sorted(set(read["weight_map"].values()))
 
 
-def places_of(path: str) -> dict[str, Place]:
+def places_of(path: str) -> dict[str, TensorPlace]:
     """Returns the tensors of a safetensors file, by name. Raises ValueError for a damaged file."""
     from safetensors import SafetensorError
 
     try:
         with _opened(path) as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-            return {n: Place(path, part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()}
+            return {n: TensorPlace(path, part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()}
     except SafetensorError as error:
         size = os.path.getsize(path)
         raise ValueError(f"{path} is no whole safetensors file: {error} (it has {size} bytes)") from error

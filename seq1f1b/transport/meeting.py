@@ -103,7 +103,7 @@ class SharedStore:
         return plain
 
 
-class _Known:
+class _ProcessState:
     """State of the process for a process group.
 
     Attributes:
@@ -115,7 +115,7 @@ class _Known:
         self.gone: tuple[int, str] | None = None
 
 
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, _ProcessState] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _last_attempt = 0  # in any group of this process: a new group over an old store may have the name of an earlier group
 
@@ -138,7 +138,7 @@ class Meeting:
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.store = SharedStore(process_group.get_group_store(), f"seq1f1b/{process_group.group_name}")
         with _lock:
-            self._known = _known.setdefault(process_group, _Known())
+            self._known = _known.setdefault(process_group, _ProcessState())
         self.attempt = self._round = 0
         self._arrival_s = self._timeout_s = _ANSWER
         self._is_over = False  # whether all ranks hear of the end, or no rank can be told

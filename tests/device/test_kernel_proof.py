@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seq1f1b import proof
 from seq1f1b.device import attention_proof, cuda_attention, kernel_library
-from seq1f1b.device.attention_ways import WAYS
+from seq1f1b.device.attention_ways import ATTENTION_WAYS
 from seq1f1b.device.kernel_library import ATTENTION
 from seq1f1b.device.kernel_tables import Operation
 
@@ -32,7 +32,7 @@ def operation(name: str) -> Operation:
 
 def right(operation: Operation, *tensors: Tensor, **options: Any) -> None:
     """In place of kernel_library.launch_attention: by matrix products."""
-    cuda_attention._launch(WAYS["plain"], *tensors, **options)
+    cuda_attention._launch(ATTENTION_WAYS["plain"], *tensors, **options)
 
 
 OPTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # changes of what a launch is asked for

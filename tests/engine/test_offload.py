@@ -15,7 +15,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, Schedule, build_schedule
-from seq1f1b.engine.offload import Away, Saved
+from seq1f1b.engine.offload import MovedTensors, SavedTensor
 
 # Storages of some kilobytes each: so they move.
 CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8, v_head_dim=10)
@@ -114,7 +114,7 @@ class InMemory:
 
 def moved(forward, *inputs: Tensor, held=()):
     """Runs a forward whose saved tensors go out, are gone and come back; the bytes that moved, and the output."""
-    away, tier = Away([], inputs, CPU), InMemory()
+    away, tier = MovedTensors([], inputs, CPU), InMemory()
     with away:
         output = forward(*inputs)
     away.out(tier, 0)
@@ -161,7 +161,7 @@ def test_small_tensors_stay() -> None:
 def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     """A graph keeps no tensor while its unit is away; afterwards each goes after its last use."""
     x = torch.randn(64, 64, requires_grad=True)
-    away, tier = Away([], [x], CPU), InMemory()
+    away, tier = MovedTensors([], [x], CPU), InMemory()
     with away:
         y = x
         for _ in range(4):
@@ -170,7 +170,7 @@ def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     del y
     saved = [s for s in (r() for r in away._saved) if s is not None]
     tensors = [weakref.ref(s.tensor) for s in saved]
-    assert len(saved) == 8 and all(isinstance(s, Saved) for s in saved)
+    assert len(saved) == 8 and all(isinstance(s, SavedTensor) for s in saved)
     del saved
     away.out(tier, 0)
     assert all(t() is not None for t in tensors)

@@ -1,7 +1,6 @@
-"""Features of an engine: work around the units of a stage, each feature a subclass of :class:`Part`.
+"""Features of an engine: work around the units of a stage, each feature a subclass of :class:`Feature`.
 
-``runner.py`` lists all features. A step calls only parts with work in the step. A part of a segment's tokens is
-something else, ``splitting.TokenPart``; a part of a module is a submodule.
+``runner.py`` lists all features. A step calls only features with work in the step.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ Pass: TypeAlias = Callable[[int, Received], Any]
 """Runs a unit, given its cell and what came for it; returns a tuple of what it sends to other stages, or None."""
 
 
-class Part:
+class Feature:
     """A feature at work on one stage, for an engine's life: empty hooks, of which each feature overrides some.
 
     Args:
-        stage: the stage. A stage holds its parts, so a part must not hold the stage between steps.
+        stage: the stage. A stage holds its features, so a feature must not hold the stage between steps.
         options: the engine's options.
         tier: the rank's tier for saved tensors; None: no tier.
     Attributes:
-        serves: letters of passes: the part is idle in an order that has none of the passes; empty: never.
-        needs: an attribute of the step's :class:`Batch`: the part is idle while the attribute is false; "": none.
-        is_idle: True: the part is idle in this engine.
+        serves: letters of passes: the feature is idle in an order that has none of the passes; empty: never.
+        needs: an attribute of the step's :class:`Batch`: the feature is idle while the attribute is false; "": none.
+        is_idle: True: the feature is idle in this engine.
     """
 
     serves = ""
@@ -46,11 +45,11 @@ class Part:
         pass
 
     def start(self, step: Any) -> bool:
-        """Prepares for a step, before its units. Returns whether the part has work in this step."""
+        """Prepares for a step, before its units. Returns whether the feature has work in this step."""
         raise NotImplementedError
 
     def passes(self) -> Mapping[str, Pass]:
-        """Returns the functions that run units of the part, by the letter of their pass.
+        """Returns the functions that run units of the feature, by the letter of their pass.
 
         The function under ``"fill"`` runs a piece of W while the rank waits, and returns whether any is left.
         """
@@ -76,7 +75,7 @@ class Part:
         return {}
 
 
-class Constants(Part):
+class Constants(Feature):
     """The feature that calls ``check_before_step(step)`` of modules, a method in stages of :func:`seq1f1b.split`."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:

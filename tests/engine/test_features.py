@@ -12,7 +12,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.engine.parts import Part, Received
+from seq1f1b.engine.features import Feature, Received
 from seq1f1b.engine.runner import FEATURES
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.testing import run_ranks
@@ -22,7 +22,7 @@ CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 NAMES = ["around", "returned", "left", "after_backward"]
 
 
-class Counting(Part):
+class Counting(Feature):
     """What a new feature is: this class, a line in runner.py, and a field of the report for its figure."""
 
     def start(self, step: StageStep) -> bool:
@@ -94,7 +94,7 @@ def test_a_stage_without_parts_has_nothing_to_call(monkeypatch: pytest.MonkeyPat
 
     def watched(step: StageStep) -> None:
         if step.stage.num_stages == P:  # and not of a stage that is looked at by itself
-            ends.append((len(step.parts), len(step._around) + len(step._returned)))
+            ends.append((len(step.features), len(step._around) + len(step._returned)))
         end(step)
 
     monkeypatch.setattr(StageStep, "end", watched)
