@@ -126,7 +126,7 @@ NCCL = {
 
 @pytest.mark.parametrize("defect", NCCL)
 def test_nccl_that_fails_leaves_its_edges_to_host_memory(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edges, "WAYS", (edges.NCCL,))  # as between hosts
+    monkeypatch.setattr(edges, "EDGE_WAYS", (edges.NCCL,))  # as between hosts
     plant, reason = NCCL[defect]
     waits = defect in ("the other process", "a stalled send", "a stalled receive")  # somebody, in vain
     # As somebody does where a call fails, which it does at once; on a busy machine the proof may end before it.

@@ -89,6 +89,10 @@ def tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def thread_names(prefix: str = "") -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(prefix))
+
+
 def process() -> dict[str, Any]:
     """What belongs to the process or the thread."""
     return {
@@ -103,7 +107,7 @@ def process() -> dict[str, Any]:
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "warnings": list(warnings.filters),
         "environment": dict(os.environ),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": [name for name in thread_names() if not name.startswith("seq1f1b offload")],
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
         "hooks of Python": (sys.excepthook, threading.excepthook, sys.getswitchinterval(), sys.getrecursionlimit()),
         "folder": os.getcwd(),
@@ -155,6 +159,7 @@ def run_all(model: Model, make: Callable[[], PipelineEngine], others: tuple[nn.M
         engine.report(gather=True).advice  # noqa: B018
     with as_found("closed", *modules):
         engine.close()
+    assert thread_names("seq1f1b offload") == []  # an engine with a file has one of them, until it is closed
 
 
 def engine_of(model: nn.Module, **options: Any) -> PipelineEngine:

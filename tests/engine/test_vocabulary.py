@@ -301,7 +301,7 @@ def test_losses_of_tokens_that_cannot_be():
     x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
     heads = {
         r"a dict of \['labels'\], and cross entropy takes labels alone: give .* token_loss=": ({"labels": y}, {}),
-        r"a dict of \['labels', 'new'\], must hold 'labels', .* per_token=\('old',\) names": (
+        r"a dict of \['labels', 'new'\], must hold 'labels', and no other names .* per_token=\('old',\)": (
             {"labels": y, "new": y},
             {"token_loss": clipped, "per_token": ["old"]},
         ),
