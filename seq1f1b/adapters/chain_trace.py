@@ -103,7 +103,7 @@ def _leave_losses_out(graph: fx.Graph) -> None:
 
 
 def _check_entered(inside: Mapping[nn.Module, str]) -> None:
-    """Raises Refused for hooks and replaced forwards of modules that the trace enters, and for ``*args``."""
+    """Raises RefusedCode for hooks and replaced forwards of modules that the trace enters, and for ``*args``."""
     for module, name in inside.items():
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
         hooks = ", ".join(kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(module, kind, None))
@@ -184,7 +184,7 @@ class Tracer(fx.Tracer):
         return module not in self._inside
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a node; raises Refused if torch's state has changed since forward began: a stage lacks the change."""
+        """Adds a node; raises RefusedCode if torch's state has changed since forward began, as no stage would."""
         with torch._C.DisableTorchFunction():
             now = _surroundings()
             changed = next((name for name, value in now.items() if value != self._start[name]), None)

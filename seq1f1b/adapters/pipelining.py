@@ -71,7 +71,7 @@ class _SegmentSchedule:
         )
         inspect.signature(PipelineEngine).bind(None, **self._arguments)
         self._engine: PipelineEngine | None = None
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(  # type: ignore[call-arg] # of torch's schedule, the second base of the classes below
             stage,
             n_microbatches,
             loss_fn,

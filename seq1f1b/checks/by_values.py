@@ -34,7 +34,7 @@ from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import step_on
-from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport import LoopbackGroup
 
 __all__: list[str] = []
 
@@ -192,10 +192,10 @@ def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Ite
 
 def _run_segments(run: Callable[[LiveUnit], None], sizes: Sequence[int], device: torch.device) -> None:
     """Calls a function for each segment of one micro-batch, forward only, with a KV cache and a step of its own."""
-    group = _C.group_create(private_mapping(_C.group_block_bytes(1)), 1, 0)
+    group = LoopbackGroup(1)[0]
     order = _C.schedule_from_text(" ".join(f"F0.{s}" for s in range(len(sizes))), 0)
     program = _C.program_lower(order, 0, False, 0, None)
-    executor = _C.executor_create(program, 0, group, _C.kv_cache_create(), [], True, {})
+    executor = _C.executor_create(program, 0, group.group, _C.kv_cache_create(), [], True, {})
     units: list[LiveUnit] = []
 
     def run_unit(kind: int, stage: int, cell: int, received: Received) -> None:
@@ -205,9 +205,9 @@ def _run_segments(run: Callable[[LiveUnit], None], sizes: Sequence[int], device:
         enter(unit)
         run(unit)
 
-    _C.group_begin_step(group, 1)
+    step = group.begin_step(training=False)
     with inside_step(), step_on(device):
-        _C.executor_step(executor, 1, False, sum(sizes), array("q", sizes), run_unit)
+        _C.executor_step(executor, step, False, sum(sizes), array("q", sizes), run_unit)
 
 
 class Look:

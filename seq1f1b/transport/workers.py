@@ -58,7 +58,8 @@ class Worker:
             TimeoutError: no answer within ``limit_s`` seconds; the task may still run.
             ConnectionError: the thread has ended.
         """
-        return self.wait(self.put(task), limit_s, look)  # type: ignore[no-any-return]
+        found: _T = self.wait(self.put(task), limit_s, look)
+        return found
 
     def wait(
         self, answer: queue.SimpleQueue[Any], limit_s: float = math.inf, look: Callable[[], None] = lambda: None

@@ -209,7 +209,7 @@ def test_autocast_casts_as_torchs_attention_does() -> None:
 @pytest.mark.parametrize("in_step", [False, True])
 def test_frozen_sinks_and_sinks_alone(in_step: bool) -> None:
     qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
-    sinks = OPTIONS["sinks"]["sinks"].double().requires_grad_()  # type: ignore[attr-defined]
+    sinks = OPTIONS["sinks"]["sinks"].double().requires_grad_()
     expected = torch.autograd.grad(formula(*qkv, sinks=sinks), sinks, dout)[0]
 
     def attend(qkv: list[Tensor], sinks: Tensor) -> None:

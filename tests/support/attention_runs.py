@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from simulated_step import SimulatedStep
@@ -12,7 +13,7 @@ from torch import Tensor
 from seq1f1b.attention.causal import causal_attention, layer_handle
 
 
-def _all_options() -> dict[str, dict[str, object]]:
+def _all_options() -> dict[str, dict[str, Any]]:
     """Each option of attention alone, for 12 tokens and up to 4 heads, and all together."""
     docs = torch.tensor([[0] * 4 + [1] * 3 + [7] * 5, [3] * 12], dtype=torch.int32)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])

@@ -90,7 +90,8 @@ class LivingRanks:
         for process in self.processes:
             process.kill()
             process.join()
-        self.__init__()  # type: ignore[misc]
+        self.pipes.clear()
+        self.processes.clear()
 
 
 LIVING = LivingRanks()
