@@ -44,7 +44,6 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
     X(group)                                                                                                           \
     X(edge_end)                                                                                                        \
     X(device)                                                                                                          \
-    X(host_tier)                                                                                                       \
     X(watchdog)                                                                                                        \
     X(walker)
 #define S1F_CAPSULE(name) "seq1f1b." #name
@@ -249,7 +248,7 @@ int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception s
 #define S1F_TABLES(X)                                                                                                  \
     X(partition)                                                                                                       \
     X(family)                                                                                                          \
-    X(schedule) X(program) X(unit) X(simulate) X(attention) X(group) X(thread) X(edge) X(device) X(executor) X(tier)
+    X(schedule) X(program) X(unit) X(simulate) X(attention) X(group) X(thread) X(edge) X(device) X(executor)
 #define S1F_DECLARE_TABLE(name) extern PyMethodDef s1f_##name##_methods[];
 S1F_TABLES(S1F_DECLARE_TABLE)
 

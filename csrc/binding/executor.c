@@ -3,19 +3,19 @@
  * The walk holds no GIL; each callback takes it and gives it back. */
 #include "messages.h"
 
-#include "../device/host_tier.h"
+#include "../device/device.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments; /* keep objects that the executor and the next seven fields borrow */
+    PyObject *arguments; /* keep objects that the executor and the next fields borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
-    s1f_host_tier *tier; /* where its moved units are, NULL: nowhere */
-    int64_t device_step; /* its count of steps when the last step began */
+    PyObject *came_back; /* (cell of all stages) -> the CUevent at which its load was back, 0: none; may be None */
+    int64_t device_step; /* the GPU's count of steps when the last step began */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
@@ -134,7 +134,15 @@ static s1f_status times_callback(void *context, int64_t number, int64_t *start_n
 static s1f_status back_time_callback(void *context, int64_t cell, int64_t *ns)
 {
     const s1f_walker *walker = context;
-    return walker->tier == NULL ? S1F_OK : s1f_host_tier_came_back(walker->tier, cell, ns);
+    if (walker->came_back == Py_None)
+        return S1F_OK;
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *answer = PyObject_CallFunction(walker->came_back, "L", (long long)cell);
+    void *event = answer == NULL ? NULL : PyLong_AsVoidPtr(answer);
+    s1f_status status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
+    Py_XDECREF(answer);
+    PyGILState_Release(state);
+    return event == NULL || status != S1F_OK ? status : s1f_device_time_of(walker->device, event, ns);
 }
 
 static void release_callback(void *context, void *keep)
@@ -199,7 +207,7 @@ static int read_ends(PyObject *ends, s1f_edge_end **pointers)
 
 S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s1f_group *, group, s1f_kv_cache *,
            cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
-           PyObject *, gpu, PyObject *, tier)
+           PyObject *, gpu, PyObject *, came_back)
 {
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
@@ -218,6 +226,7 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
         (s1f_walker){.arguments = Py_NewRef(arguments),
                      .program = program,
                      .group = group,
+                     .came_back = came_back,
                      .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave, .num_edges = num_edges}};
     s1f_compute compute = {.context = walker,
                            .run = run_callback,
@@ -232,8 +241,7 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
                            .unit_times = times_callback,
                            .back_time = back_time_callback};
     s1f_status status = S1F_ERR_PYTHON;
-    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) &&
-        (tier == Py_None || s1f_to_host_tier(tier, "tier", &walker->tier)) && read_ends(ends, pointers) &&
+    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) && read_ends(ends, pointers) &&
         s1f_messages_create(&walker->messages, edges))
         status = s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &walker->executor);
     free(pointers);
@@ -328,7 +336,10 @@ S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, st
 }
 
 PyMethodDef s1f_executor_methods[] = {
-    S1F_ROW(executor_create, "Fills: whether W runs in waits. gpu: on which units compute. tier: of that GPU."),
+    S1F_ROW(
+        executor_create,
+        "Fills: whether W runs in waits. gpu: on which units compute. came_back(cell of all stages): the CUevent at "
+        "which a moved unit was back, or 0."),
     S1F_ROW(
         executor_step,
         "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "

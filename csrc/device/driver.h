@@ -45,8 +45,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(event_elapsed, cuEventElapsedTime, (float *milliseconds, s1f_cu_event start, s1f_cu_event end))                  \
     X(memory_allocate, cuMemAlloc_v2, (s1f_cu_address * address, size_t bytes))                                        \
     X(memory_free, cuMemFree_v2, (s1f_cu_address address))                                                             \
-    X(host_allocate, cuMemHostAlloc, (void **memory, size_t bytes, unsigned int flags))                                \
-    X(host_free, cuMemFreeHost, (void *memory))                                                                        \
     X(copy, cuMemcpyAsync, (s1f_cu_address destination, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))    \
     X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *host, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))     \
     X(copy_from_host, cuMemcpyHtoDAsync_v2,                                                                            \

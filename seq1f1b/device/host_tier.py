@@ -1,25 +1,37 @@
-"""The tier of a GPU: pinned host memory. The GPU's copy engines move the saved tensors of units there.
+"""The tier of a GPU: pinned host memory. Copies run on two streams of their own, one for each way.
 
-C code orders host, streams and events (``csrc/device/host_tier.h``).
+The host waits for no copy; streams wait for events:
+
+- out: the stream waits for the work that the computing stream has been given so far, then copies;
+- wait: the computing stream waits for the end of that copy, and later work there may use the memory that has gone;
+- in: memory has been taken on the computing stream; the other stream waits for the work given there, then copies;
+- wait: the computing stream waits for the end of that copy.
+
+So a load's room is written only after the computing stream has waited for the last copy that used the room.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
-from array import array
-from itertools import chain
+import time
+from collections.abc import Iterator
 from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from seq1f1b import _C, where
+from seq1f1b import where
 from seq1f1b.engine.offload import Load, Tier, TierFacts
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
+
+_PIECE = 8 << 20  # bytes pinned at once: a power of two, to which torch rounds pinned memory up
+_FAREWELL_S = 5.0  # for copies that are given up to end
+_stuck: list[object] = []  # memory of copies that do not end: to free the memory would wait for them
 
 # Control groups of version 2, then version 1: folder, files of limit and use, and the statistic of file pages without
 # recent use, which the kernel frees before it kills a process.
@@ -29,45 +41,171 @@ _GROUPS = {
 }
 
 
+class _Copy(NamedTuple):
+    """A load's copy that has been started: the events around it, and the bytes."""
+
+    begin: Any
+    end: Any
+    bytes: int
+    is_out: bool
+
+
 class HostTier(Tier):
-    """A tier of pinned host memory, usable after :meth:`open`.
+    """A tier of pinned host memory.
+
+    The room grows in the first step of a shape, because equal steps take equal room: later no memory is pinned.
 
     Args:
         device: GPU of the stages.
     """
 
+    cuda: Any = torch.cuda  # streams and events
+
     def __init__(self, device: torch.device, group: RankGroup) -> None:
         super().__init__(device, 1)
         launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # counts ranks of other pipelines on this host, too
         self._host_ranks = max(group.local_size, int(launched) if launched.isdigit() else 1)
+        self._name = f"Memory(offload=HOST) on {device}"
+        self._pieces: list[Tensor] | None = []  # None: closed
+        self._most_loads = 0
+        self._copies: dict[tuple[int, bool], _Copy] = {}  # of the step, by load and whether the copy goes out
+        self._held: dict[int, list[torch.UntypedStorage]] = {}  # by load, memory that a copy may use
+        self._broken = ""  # why copies have failed for good
+        self._compute: Any = None  # the stream on which units compute
+        with _told(f"{self._name}: "):
+            self._in: Any = self.cuda.Stream(device)
+            self._out: Any = self.cuda.Stream(device)
 
     @staticmethod
     def check(device: torch.device) -> None:
         """Raises ValueError if the stages lie on no GPU."""
         where.check("host", "Memory.offload=seq1f1b.HOST", device)
 
-    def open(self, gpu: object) -> None:
-        """Creates the tier's streams from the core's handle of the GPU. Raises RuntimeError if the driver fails."""
-        self.handle = _C.host_tier(gpu, functools.partial(check_host, self._host_ranks))
-
     def begin_step(self, most_loads: int) -> None:
-        _C.host_tier_begin_step(self.handle, most_loads)
+        self.reset()  # again, if an interrupt ended the last one
+        if self._broken:
+            raise RuntimeError(
+                f"{self._name}: copies have failed ({self._broken}), and what waits for them cannot go on: end this "
+                "process and start it again"
+            )
+        self._most_loads = most_loads
+        self._copies.clear()
+        self._compute = self.cuda.current_stream(self.device)
+        # The computing stream may be another one now, which has not waited for the copies that read the room last.
+        self._out.wait_stream(self._in)
 
     def step_facts(self) -> TierFacts | None:
-        return None if self.handle is None else TierFacts(*_C.host_tier_facts(self.handle))
+        if self._pieces is None:
+            return None
+        totals = {True: [0, 0], False: [0, 0]}
+        for copy in self._copies.values():
+            if copy.end.query():
+                totals[copy.is_out][0] += copy.bytes
+                totals[copy.is_out][1] += int(copy.begin.elapsed_time(copy.end) * 1e6)
+        (bytes_out, ns_out), (bytes_in, ns_in) = totals[True], totals[False]
+        return TierFacts(len(self._pieces) * _PIECE, bytes_out, bytes_in, ns_out, ns_in)
+
+    def came_back(self, number: int) -> int:
+        copy = self._copies.get((number, False))
+        return 0 if copy is None else int(copy.end.cuda_event)
 
     def reset(self) -> None:
-        """Ends copies under way. Memory of moved tensors must stay until the end."""
-        if self._loads:  # else compute has waited for all copies
-            _C.host_tier_reset(self.handle)
+        """Waits for copies under way: afterwards none touches the memory of a load."""
+        if self._held or self._loads:  # else the computing stream has waited for all copies
+            self._broken = self._broken or self._await_copies()
+            if self._broken:
+                _stuck.append((dict(self._held), self._pieces))
+        self._held.clear()
         super().reset()
 
+    def close(self) -> None:
+        self.reset()
+        self._pieces = self._in = self._out = self._compute = None
+        self._copies.clear()
+
     def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
-        parts = ((address, size, at) for address, (at, size) in zip(addresses, load.parts, strict=True))
-        _C.host_tier_move(self.handle, not load.comes_in, number, array("q", chain.from_iterable(parts)))
+        is_out, size = not load.comes_in, sum(size for _, size in load.parts)
+        self._grow(load)
+        stream = self._out if is_out else self._in
+        way = "moving {} bytes out to" if is_out else "bringing {} bytes back from"
+        with _told(f"{self._name}: {way.format(size)} pinned host memory: "):
+            begin, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+            self._held[number] = storages
+            stream.wait_stream(self._compute)
+            begin.record(stream)
+            for storage, (offset, count) in zip(storages, load.parts, strict=True):
+                data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                for piece, there in self._spans(offset, count):
+                    here = data[there.start - offset : there.stop - offset]
+                    self._copy(*((piece, here) if is_out else (here, piece)), stream)
+            end.record(stream)
+        self._copies[number, is_out] = _Copy(begin, end, size, is_out)
 
     def _wait(self, number: int) -> None:
-        _C.host_tier_wait(self.handle, number)
+        with _told(f"{self._name}: waiting for pinned host memory: "):
+            self._compute.wait_event(self._copies[number, not self._loads[number].comes_in].end)
+        del self._held[number]
+
+    def _await_copies(self) -> str:
+        """Waits for the end of all copies. Returns why they cannot be waited for; "" normally."""
+        until = time.monotonic() + _FAREWELL_S
+        try:
+            while not (self._out.query() and self._in.query()):
+                if time.monotonic() > until:
+                    return "they do not end"
+                time.sleep(1e-3)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    # -- the room
+
+    def _grow(self, load: Load) -> None:
+        """Pins missing memory for a load. The first load of a step tells how much all loads need, so that a host
+        without room is found before its memory is full.
+
+        Raises MemoryError, with a remedy, if the host lacks the memory.
+        """
+        assert self._pieces is not None
+        room = len(self._pieces) * _PIECE
+        missing = -(-(load.end - room) // _PIECE) * _PIECE
+        if missing <= 0:
+            return
+        check_host(self._host_ranks, max(self._most_loads * (load.end - load.begin) - room, missing))
+        try:
+            while len(self._pieces) * _PIECE < load.end:
+                self._pieces.append(self._pin(_PIECE))
+        except RuntimeError as error:
+            raise MemoryError(
+                f"{self._name} could not pin {missing} bytes of host memory beside {room}: {error}; move fewer units "
+                "by Memory(units=), or use shorter segments"
+            ) from error
+
+    def _spans(self, offset: int, count: int) -> Iterator[tuple[Tensor, range]]:
+        """Yields the pinned memory at a range of the room, piece by piece, each with its part of the range."""
+        assert self._pieces is not None
+        end = offset + count
+        while offset < end:
+            number, begin = divmod(offset, _PIECE)
+            stop = min(_PIECE, begin + end - offset)
+            yield self._pieces[number][begin:stop], range(offset, offset + stop - begin)
+            offset += stop - begin
+
+    def _pin(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def _copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
+        with self.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+
+@contextlib.contextmanager
+def _told(prefix: str) -> Iterator[None]:
+    """Prefixes errors of CUDA with the tier's name and what it did."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise type(error)(f"{prefix}{error}") from error
 
 
 def check_host(host_ranks: int, needed: int, root: str = "") -> None:

@@ -64,14 +64,9 @@ class Tier(OfOneProcess, ABC):
         alignment: bytes by which the memory of loaded tensors is aligned.
     """
 
-    handle: Any = None  # the core's, if the core makes the transfers
-
     def __init__(self, device: torch.device, alignment: int) -> None:
         self.device, self.alignment = device, alignment
         self._loads: dict[int, Load] = {}  # that are out
-
-    def open(self, gpu: object) -> None:
-        """Gives a tier of a GPU the core's handle of the GPU."""
 
     def begin_step(self, most_loads: int) -> None:
         """Prepares the tier for a step with so many loads out at once. Raises RuntimeError if the tier is broken."""
@@ -100,6 +95,10 @@ class Tier(OfOneProcess, ABC):
         if self._loads[number].comes_in:
             del self._loads[number]
 
+    def came_back(self, number: int) -> int:
+        """Returns the CUevent at which a load was back in this step; 0 if the host waited for the load."""
+        return 0
+
     @abstractmethod
     def step_facts(self) -> TierFacts | None:
         """Returns facts with the last step's ended moves; None once the tier is closed."""
@@ -108,9 +107,9 @@ class Tier(OfOneProcess, ABC):
         """Ends moves under way, and drops all loads."""
         self._loads.clear()
 
+    @abstractmethod
     def close(self) -> None:
-        """Releases the tier's room, once no executor holds the tier."""
-        self.handle = None
+        """Releases the tier's room."""
 
     @abstractmethod
     def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None: ...

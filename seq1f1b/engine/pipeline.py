@@ -174,18 +174,13 @@ class Pipeline(OfOneProcess):
                 self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
         self.edges = tuple(self._edge_reports())
         if self.device.type == "cuda" and not self.is_between_gpus:
-            self._take_gpu(_C.device_create(None, self.device.index))
-
-    def _take_gpu(self, gpu: Any) -> None:
-        self.gpu = gpu
-        if self.tier is not None:
-            self.tier.open(gpu)
+            self.gpu = _C.device_create(None, self.device.index)
 
     def connect_gpus(self) -> None:
         """Chooses the transport of each edge between GPUs, once all ranks have called :meth:`connect`. Collective."""
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
-        self._take_gpu(self.device_edges.gpu)
+        self.gpu = self.device_edges.gpu
         self.edges = tuple(self._edge_reports())
 
     def _edge_reports(self) -> Iterator[EdgeReport]:
@@ -205,9 +200,9 @@ class Pipeline(OfOneProcess):
             fills: whether W runs in waits.
         """
         ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
-        group, tier = self.group.group, None if self.tier is None else self.tier.handle
+        group, came_back = self.group.group, None if self.tier is None else self.tier.came_back
         order = program, self.rank, group, cache, ends, self.group.is_thread
-        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, tier)
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, came_back)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -243,7 +238,7 @@ class Pipeline(OfOneProcess):
         self._closed = True
         self._ends.clear()
         if self.device_edges is not None:
-            self.device_edges.close()  # before the tier: tells whether the GPU can free memory
+            self.device_edges.close()
         if self.tier is not None:
             self.tier.close()
         self.group.close()

@@ -37,9 +37,9 @@ MODES = {
     "aarch64": ["-static"],
 }
 AARCH64_TOOLS = ("aarch64-linux-gnu-gcc", "qemu-aarch64-static")
-# test_p2p counts the resident pages of shared memory, of which qemu keeps more; test_device_end and test_host_tier bind
-# the stand-ins as a library, which a static program cannot.
-NOT_EMULATED = ("test_p2p", "test_device_end", "test_host_tier")
+# test_p2p counts the resident pages of shared memory, of which qemu keeps more; test_device_end binds the
+# stand-ins as a library, which a static program cannot.
+NOT_EMULATED = ("test_p2p", "test_device_end")
 RUNNERS = {
     "valgrind": [
         "valgrind",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stand_in_engine import StandInEngine
-from stand_in_library import stand_in
+from stand_in_engine import StandInEngine, StandInTier
+from stand_in_library import STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from torch import Tensor
 
 from seq1f1b import HOST, LoopbackGroup, Memory, PipelineEngine, PipelineError
 from seq1f1b.device import host_tier
@@ -133,7 +137,7 @@ def test_what_is_refused() -> None:
     ):
         PipelineEngine(stage, num_microbatches=1, memory=Memory(offload=HOST))
     stand_in().fail_call("cuStreamCreateWithPriority", 0, 2)
-    with pytest.raises(MemoryError, match=r"Memory\(offload=HOST\): cuStreamCreateWithPriority: CUDA_ERROR_OUT_OF_M"):
+    with pytest.raises(RuntimeError, match=r"Memory\(offload=HOST\) on cpu: cuStreamCreateWithPriority: error 2"):
         make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
 
 
@@ -185,3 +189,167 @@ def test_a_host_that_is_too_small_is_told_before_its_memory_is_full(monkeypatch:
     monkeypatch.undo()
     engine.step(tokens, target=target)
     engine.close()
+
+
+# -- the tier alone ----------------------------------------------------------------------------------------------------
+
+
+class HostTime(StandInTier):
+    """A tier whose computing stream runs on."""
+
+    def wait(self, number: int) -> None:
+        super(StandInTier, self).wait(number)
+
+
+@contextmanager
+def opened(seed: int = 1, **options: int) -> Iterator[HostTime]:
+    stand_in().reset(seed, **options)
+    made = HostTime(torch.device("cpu"), LoopbackGroup(1)[0])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTime]:
+    with opened() as made:
+        yield made
+
+
+def tensors(*sizes: int) -> list[Tensor]:
+    return [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+
+
+def move(tier: HostTime, number: int, data: list[Tensor], *, out: bool) -> None:
+    storages = [each.untyped_storage() for each in data]
+    if out:
+        tier.out(number, storages)
+    else:
+        tier.load(number, storages, [each.data_ptr() for each in data])
+
+
+def go_and_come(tier: HostTime, number: int, data: list[Tensor]) -> list[Tensor]:
+    move(tier, number, data, out=True)
+    tier.wait(number)
+    found = [torch.zeros_like(each) for each in data]
+    move(tier, number, found, out=False)
+    tier.wait(number)
+    return found
+
+
+def test_the_room_is_written_after_its_last_reader_whatever_stream_computes() -> None:
+    def run(seed: int) -> None:
+        with opened(seed, copy_ns_per_kib=1000) as tier:
+            first, second = tensors(6000), tensors(6000)
+            tier.begin_step(1)
+            found = go_and_come(tier, 0, first)  # the next step computes on a stream that has waited for no copy
+            tier.cuda.computes = tier.cuda.Stream(tier.device)
+            tier.begin_step(1)
+            again = go_and_come(tier, 0, second)
+            assert stand_in().drain(10_000)
+            assert torch.equal(found[0], first[0]) and torch.equal(again[0], second[0])
+
+    for seed in range(8):
+        run(seed)
+
+
+def test_later_steps_pin_nothing_and_the_host_never_waits() -> None:
+    piece = 8 << 20
+    data = [tensors(piece // 2 + 5, 6000), tensors(piece + 1, 1)]  # loads across pieces
+    size = sum(len(each) for load in data for each in load)
+    with opened(copy_ns_per_kib=10_000) as tier:
+        for _ in range(3):
+            tier.begin_step(2)
+            for number, load in enumerate(data):
+                move(tier, number, load, out=True)
+                tier.wait(number)
+            found = [[torch.zeros_like(each) for each in load] for load in data]
+            for number, load in enumerate(found):
+                move(tier, number, load, out=False)
+                tier.wait(number)
+            assert stand_in().count("synchronisations") == 0
+            assert stand_in().drain(60_000)
+            assert all(
+                torch.equal(a, b) for one, two in zip(data, found, strict=True) for a, b in zip(one, two, strict=True)
+            )
+            facts = tier.step_facts()
+            assert facts.room_bytes == 2 * piece and facts.bytes_out == facts.bytes_in == size
+            assert facts.ns_out > 9 * size and facts.ns_in > 9 * size
+        assert stand_in().count("cuMemHostAlloc") == 2 and stand_in().count("pageable_copies") == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        ("cuMemHostAlloc", MemoryError, "on cpu could not pin 8388608 bytes of host memory beside 0: cuMemHostAlloc"),
+        ("cuMemcpyDtoHAsync", RuntimeError, "on cpu: moving 6000 bytes out to pinned host memory: cuMemcpyDtoHAsync"),
+        ("cuMemcpyHtoDAsync", RuntimeError, "on cpu: bringing 6000 bytes back from pinned host memory: cuMemcpyHtoD"),
+        ("cuEventCreate", RuntimeError, "out to pinned host memory: cuEventCreate"),
+        ("cuEventRecord", RuntimeError, "out to pinned host memory: cuEventRecord"),
+    ],
+)
+def test_a_call_that_fails_is_told_and_the_next_step_works(
+    tier: HostTime, call: str, error: type[Exception], text: str
+) -> None:
+    data = tensors(6000)
+    tier.begin_step(1)
+    stand_in().fail_call(call, 0, 1)
+    with pytest.raises(error, match=re.escape(text)):
+        go_and_come(tier, 0, data)
+    tier.reset()
+    tier.begin_step(1)
+    found = go_and_come(tier, 0, data)
+    assert stand_in().drain(10_000) and torch.equal(found[0], data[0])
+
+
+def test_after_a_reset_no_copy_touches_memory() -> None:
+    def run(seed: int) -> None:
+        with opened(seed, copy_ns_per_kib=100_000) as tier:
+            tier.begin_step(2)
+            first, second, room = tensors(6000), tensors(6000), tensors(6000)
+            move(tier, 0, first, out=True)
+            tier.wait(0)
+            move(tier, 1, second, out=True)
+            move(tier, 0, room, out=False)
+            assert [[each.data_ptr() for each in held] for held in tier._held.values()] == [
+                [second[0].data_ptr()],
+                [room[0].data_ptr()],
+            ]  # the tier keeps memory of copies, whoever drops the tensors
+            tier.reset()
+            assert torch.equal(room[0], first[0]) and not tier._held
+            room[0].zero_()
+            assert stand_in().drain(10_000) and not room[0].any()
+
+    for seed in range(8):
+        run(seed)
+
+
+@pytest.mark.parametrize(("fails", "why"), [(True, "cuStreamQuery: error 702"), (False, "they do not end")])
+def test_a_tier_whose_copies_do_not_end_refuses_further_steps(
+    tier: HostTime, monkeypatch: pytest.MonkeyPatch, fails: bool, why: str
+) -> None:
+    monkeypatch.setattr(host_tier, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(host_tier, "_stuck", kept := [])
+    data = tensors(6000)
+    tier.begin_step(1)
+    if not fails:
+        stand_in().damage("cuMemcpyDtoH", -1, STALLED)
+    move(tier, 0, data, out=True)
+    if fails:
+        stand_in().fail_call("cuStreamQuery", 0, 702)
+    tier.reset()
+    with pytest.raises(RuntimeError, match=re.escape(f"copies have failed ({why}), and what waits for them cannot")):
+        tier.begin_step(1)
+    assert [list(held) for held, _ in kept] == [[0]]
+    stand_in().damage("", 0, 0)
+    assert stand_in().drain(10_000)
+    kept.clear()
+    tier._broken = ""
+
+
+def test_what_all_loads_need_is_refused_at_the_first(tier: HostTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "host_room", lambda root: (80 << 20, "free memory"))
+    tier.begin_step(4)
+    with pytest.raises(MemoryError, match="needs 83902464 bytes of pinned host memory more"):
+        move(tier, 0, tensors((20 << 20) + 1), out=True)
+    assert stand_in().count("cuMemHostAlloc") == 0
+    tier.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,95 @@ class StandInEdges(DeviceEdges):
         _C.device_begin_step(self.gpu, 0)
 
 
+class Driver:
+    """Calls of the stand-in driver in the context of a device."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal, self._context = ordinal, ctypes.c_void_p()
+        if stand_in().library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal) != 0:
+            raise RuntimeError("cuDevicePrimaryCtxRetain")
+
+    def __del__(self) -> None:
+        stand_in().library.cuDevicePrimaryCtxRelease_v2(self._ordinal)
+
+    def ask(self, function: str, *arguments: Any) -> int:
+        library = stand_in().library
+        library.cuCtxPushCurrent_v2(self._context)
+        found: int = getattr(library, function)(*arguments)
+        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return found
+
+    def call(self, function: str, *arguments: Any) -> None:
+        if (found := self.ask(function, *arguments)) != 0:
+            raise RuntimeError(f"{function}: error {found}")
+
+    def make(self, function: str, destroy: str, *arguments: Any) -> _Handle:
+        handle = ctypes.c_void_p()
+        self.call(function, ctypes.byref(handle), *arguments)
+        return _Handle(self, destroy, handle)
+
+
+class _Handle:
+    """What a function of the driver has made, destroyed with the last reference."""
+
+    def __init__(self, driver: Driver, destroy: str, handle: ctypes.c_void_p) -> None:
+        self.raw = handle
+        self._end = weakref.finalize(self, driver.ask, destroy, handle)
+
+
+class StandInCuda:
+    """The parts of ``torch.cuda`` that a tier uses, as calls of the stand-in driver."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.driver = Driver(ordinal)
+        self.computes = StandInStream(self.driver, None)  # the null stream
+
+    def Stream(self, device: torch.device) -> StandInStream:
+        return StandInStream(self.driver, self.driver.make("cuStreamCreateWithPriority", "cuStreamDestroy_v2", 1, 0))
+
+    def Event(self, enable_timing: bool) -> StandInEvent:
+        return StandInEvent(self.driver)
+
+    def current_stream(self, device: torch.device) -> StandInStream:
+        return self.computes
+
+
+class StandInEvent:
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._handle = driver, driver.make("cuEventCreate", "cuEventDestroy_v2", 0)
+        self.cuda_event = self._handle.raw.value
+
+    def record(self, stream: StandInStream) -> None:
+        self._driver.call("cuEventRecord", self._handle.raw, stream.raw)
+
+    def query(self) -> bool:
+        return self._driver.ask("cuEventQuery", self._handle.raw) == 0
+
+    def elapsed_time(self, end: StandInEvent) -> float:
+        found = ctypes.c_float()
+        self._driver.call("cuEventElapsedTime", ctypes.byref(found), self._handle.raw, end._handle.raw)
+        return found.value
+
+
+class StandInStream:
+    def __init__(self, driver: Driver, handle: _Handle | None) -> None:
+        self._driver, self._handle = driver, handle
+        self.raw = None if handle is None else handle.raw
+
+    def wait_event(self, event: StandInEvent) -> None:
+        self._driver.call("cuStreamWaitEvent", self.raw, event._handle.raw, 0)
+
+    def wait_stream(self, other: StandInStream) -> None:
+        event = StandInEvent(self._driver)
+        event.record(other)
+        self.wait_event(event)
+
+    def query(self) -> bool:
+        if (found := self._driver.ask("cuStreamQuery", self.raw)) not in (0, 600):
+            raise RuntimeError(f"cuStreamQuery: error {found}")
+        return found == 0
+
+
 class StandInTier(HostTier):
     """What a GPU's allocator gives out again is ordered by the stream that computes, what the host frees is not: the
     host stands for that stream, and waits with it."""
@@ -62,12 +153,23 @@ class StandInTier(HostTier):
         pass
 
     def __init__(self, device: torch.device, group: RankGroup) -> None:
+        self.ordinal, self.cuda = group.rank, StandInCuda(group.rank)
         super().__init__(device, group)
-        self.ordinal = group.rank
 
     def wait(self, number: int) -> None:
         super().wait(number)
         stand_in().synchronise(self.ordinal)
+
+    def _pin(self, size: int) -> torch.Tensor:
+        made = self.cuda.driver.make("cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0)
+        memory = (ctypes.c_char * size).from_address(made.raw.value)
+        memory.owner = made
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, stream: StandInStream) -> None:
+        function = "cuMemcpyDtoHAsync_v2" if stream is self._out else "cuMemcpyHtoDAsync_v2"
+        places = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr())
+        self.cuda.driver.call(function, *places, ctypes.c_size_t(to.numel()), stream.raw)
 
 
 class StandInEngine(PipelineEngine):
