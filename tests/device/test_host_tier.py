@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import math
 import re
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in_engine import StandInEngine, StandInTier
+from stand_in_engine import StandInEngine, StandInEvent, StandInStream, StandInTier
 from stand_in_library import STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
@@ -353,3 +354,14 @@ def test_what_all_loads_need_is_refused_at_the_first(tier: HostTime, monkeypatch
         move(tier, 0, tensors((20 << 20) + 1), out=True)
     assert stand_in().count("cuMemHostAlloc") == 0
     tier.reset()
+
+
+def test_the_stand_in_has_what_torch_has() -> None:
+    for double, real in ((StandInStream, torch.cuda.Stream), (StandInEvent, torch.cuda.Event)):
+        for name, function in inspect.getmembers(double, inspect.isfunction):
+            if not name.startswith("_"):
+                assert [*inspect.signature(function).parameters] == [
+                    *inspect.signature(getattr(real, name)).parameters
+                ], name
+    assert "self.cuda_event" in inspect.getsource(torch.cuda.Event)  # an attribute of C, on GPUs alone
+    assert {"Stream", "Event", "stream", "current_stream"} <= set(dir(torch.cuda))

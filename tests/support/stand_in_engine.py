@@ -119,9 +119,9 @@ class StandInEvent:
     def query(self) -> bool:
         return self._driver.ask("cuEventQuery", self._handle.raw) == 0
 
-    def elapsed_time(self, end: StandInEvent) -> float:
+    def elapsed_time(self, end_event: StandInEvent) -> float:
         found = ctypes.c_float()
-        self._driver.call("cuEventElapsedTime", ctypes.byref(found), self._handle.raw, end._handle.raw)
+        self._driver.call("cuEventElapsedTime", ctypes.byref(found), self._handle.raw, end_event._handle.raw)
         return found.value
 
 
@@ -133,9 +133,9 @@ class StandInStream:
     def wait_event(self, event: StandInEvent) -> None:
         self._driver.call("cuStreamWaitEvent", self.raw, event._handle.raw, 0)
 
-    def wait_stream(self, other: StandInStream) -> None:
+    def wait_stream(self, stream: StandInStream) -> None:
         event = StandInEvent(self._driver)
-        event.record(other)
+        event.record(stream)
         self.wait_event(event)
 
     def query(self) -> bool:
