@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,25 +18,10 @@ from seq1f1b.plan import _File
 from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of
 from seq1f1b.table import table_text
 
-__all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
+__all__ = ["Fit", "Part", "PassSeconds", "Profile"]
 
 _FORMAT = "seq1f1b profile 7"
 TIER = ("tier_out", "tier_in", "move_out", "move_in")
-
-
-class Sample(NamedTuple):
-    """Measured unit of tokens ``[begin, begin + tokens)``: medians in seconds of the whole stage.
-
-    The fields follow the order of ``PASSES``; :class:`Part` defines ``recompute``.
-    """
-
-    begin: int
-    tokens: int
-    forward: float
-    backward: float
-    input: float
-    weight: float
-    recompute: float
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,6 @@ class Part:
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
-    samples: tuple[Sample, ...]
 
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
         """Returns the measured seconds of every pass. I + W exceeds B, since a split has a price."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from seq1f1b.engine.lone import LoneEngine
 from seq1f1b.engine.options import Memory
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import TIER, Part, Profile, Sample
+from seq1f1b.planning.profile import TIER, Part, Profile
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.seconds import PASSES, Fit, fit_seconds, pairs_of
 from seq1f1b.transport import LoopbackGroup
@@ -356,15 +356,6 @@ def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     return measured[0]._replace(units=units, **lists)
 
 
-def _samples(measured: StageTimes) -> list[Sample]:
-    found = []
-    for key, times in sorted(measured.units.items()):
-        medians = {kind: statistics.median(times[kind]) for kind in PASSES}
-        medians["R"] = max(0.0, medians["R"] - medians["F"])
-        found.append(Sample(*key, *medians.values()))
-    return found
-
-
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Returns floor and slope, not negative; zeros if all points are zero (bytes of compiled modules)."""
     return fit_seconds([(x, 0.0, y) for x, y in points], with_pairs=False)[:2]
@@ -372,12 +363,17 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def fit_part(measured: StageTimes) -> Part:
     """Fits the costs of one layer to a measured stage."""
-    layers, samples = measured.layers, _samples(measured)
+    layers = measured.layers
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in PASSES.values()}
+    for (begin, tokens), times in sorted(measured.units.items()):
+        medians = {kind: statistics.median(times[kind]) for kind in PASSES}
+        medians["R"] -= medians["F"]
+        pairs = pairs_of((begin + tokens,), begin, begin + tokens)
+        for kind, name in PASSES.items():
+            rows[name].append((tokens, pairs, max(0.0, medians[kind])))
 
     def fit(name: str) -> Fit:
-        spans = [(pairs_of((s.begin + s.tokens,), s.begin, s.begin + s.tokens), s) for s in samples]
-        rows = [(sample.tokens, pairs, getattr(sample, name)) for pairs, sample in spans]
-        whole = fit_seconds(rows, with_pairs=measured.kv > 0 and name != "weight")
+        whole = fit_seconds(rows[name], with_pairs=measured.kv > 0 and name != "weight")
         return Fit(whole.floor / layers, whole.per_token / layers, whole.per_pair / layers, whole.residual)
 
     saved = [size / layers for size in _line((tokens / units, size / units) for tokens, units, size in measured.saved)]
@@ -387,7 +383,7 @@ def fit_part(measured: StageTimes) -> Part:
         "forward_workspace": _line((tokens, most) for tokens, most, _ in measured.workspace),
         "workspace": _line((tokens, most) for tokens, _, most in measured.workspace),
     }
-    found: dict[str, Any] = {name: fit(name) for name in PASSES.values()}
+    found: dict[str, Any] = {name: fit(name) for name in rows}
     found |= {f"{name}_bytes": floor for name, (floor, _) in lines.items()}
     found |= {f"{name}_token_bytes": slope for name, (_, slope) in lines.items()}
     return Part(
@@ -400,7 +396,6 @@ def fit_part(measured: StageTimes) -> Part:
         kv_bytes=measured.kv / layers,
         kv_gradient_bytes=measured.kv_gradients / layers,
         message_bytes=measured.message,
-        samples=tuple(samples),
     )
 
 

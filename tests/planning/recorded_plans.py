@@ -213,7 +213,7 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         if kind != "seq-zbv" or cost.num_ranks == 2
     ]
     placement = orders[0].rank_of_stage
-    price = cost.price(sizes)
+    price, links = cost.price(sizes), cost.links(placement)
     shards = cost.source.shards(arrays_of(spans_of(sizes, cost.layout.documents)))
     told = {
         "sizes": sizes,
@@ -225,8 +225,8 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         "least": price.least_bytes(),
         "memory": asdict(price.memory(placement)),
         "step memory": asdict(price.step_memory(placement)),
-        "links": cost.links(placement),
-        "send": cost.send_seconds(placement),
+        "links": links[:2],
+        "send": links[2],
         "optimizer": cost.optimizer_seconds(),
         "parameters": [cost.parts.stage_parameters[stage] for stage in range(cost.num_stages)],
         "layers": cost.balanced_layers(),

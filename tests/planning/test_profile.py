@@ -21,7 +21,7 @@ from seq1f1b.attention.unit import current
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
-from seq1f1b.planning.profile import Part, Profile, Sample
+from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage, measure_workspace
 from seq1f1b.seconds import Fit, fit_seconds
 
@@ -53,7 +53,6 @@ def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
         "kv_bytes": 256.0,
         "kv_gradient_bytes": 512.0,
         "message_bytes": 128.0,
-        "samples": (Sample(0, 64, 1.0, 2.0, 1.25, 0.75, 0.9), Sample(64, 64, 1.5, 2.5, 1.75, 0.75, 1.25)),
     }
     return Part(**{**values, **changes})
 
@@ -171,7 +170,7 @@ def test_a_synthetic_stage_is_measured(tmp_path):
     found = fit_part(measured._replace(units=least))
     assert (found.layers, found.kv_bytes, found.message_bytes) == (2, 0.0, 64 * 4)
     assert found.forward.per_pair == 0.0  # there is no attention to see pairs
-    assert all(abs(s.recompute - s.forward) < 2e-3 for s in found.samples)
+    assert all(abs(found.recompute.seconds(n, 0.0) - found.forward.seconds(n, 0.0)) < 2e-3 for n in (64, 256))
 
 
 def test_what_a_pass_allocates_for_a_while():
@@ -226,7 +225,7 @@ def test_a_real_stage_is_measured_and_its_tier(tmp_path):
     assert 0 < found.kept_token_bytes <= found.saved_token_bytes and found.gradient_token_bytes >= 4 * token
     for name in ("forward", "backward", "input", "weight", "recompute"):
         assert getattr(found, name).seconds(256, visible_pairs(0, 256)) > 0
-    assert found.weight.per_pair == 0.0 and len(found.samples) == 7
+    assert found.weight.per_pair == 0.0 and len(measured.units) == 7
     assert 0.5 * found.saved_token_bytes < found.moved_token_bytes <= found.saved_token_bytes
     assert len(measured.tier) == len(measured.moving) == 2
     for rate, rates in zip((made.tier_out, made.tier_in), zip(*measured.tier, strict=True), strict=True):
