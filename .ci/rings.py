@@ -47,7 +47,7 @@ ROOMS = (
     *("seq1f1b", "seq1f1b/attention", "seq1f1b/transport", "seq1f1b/documents", "seq1f1b/engine", "seq1f1b/device"),
     *("seq1f1b/checks", "seq1f1b/report", "seq1f1b/adapters", "seq1f1b/transformers", "seq1f1b/planning"),
     *("seq1f1b/data.py", "seq1f1b/view", "seq1f1b/cli"),
-    *("seq1f1b/launcher.py", "seq1f1b/testing.py", "seq1f1b/__main__.py", "seq1f1b/__init__.py"),
+    *("seq1f1b/testing.py", "seq1f1b/__main__.py", "seq1f1b/__init__.py"),
 )
 OF_ALL = ("tests/front", "tests/support", "tests/conftest.py")  # test files that no ring owns
 

@@ -49,7 +49,7 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import PASSES, Profile
-from seq1f1b.planning.profiler import StageTimes, few_cuts, make_profile, measure_stage
+from seq1f1b.planning.profiler import StageTimes, make_profile, measure_stage
 from seq1f1b.planning.search import search_plans
 
 MACHINE = load_hardware("cpu-zen5")
@@ -60,7 +60,7 @@ LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
 SMALL = 8  # times shorter sequences, in a model of hidden 64, where it is only tried out
 WORK_STEPS = 12  # of F and B of a layer, which are the fixed work
-PARTS = ("layer", "single", "embedding", "head")
+PARTS = ("layer", "embedding", "head")
 KINDS = "FBIW"  # of units of the orders below, which recompute nothing
 
 
@@ -199,11 +199,8 @@ def measure_part(
             return measure_stage(embedding_of(setup), words, **settings)
         if part == "head":
             return measure_stage(head_of(setup), hidden, loss_fn=cross_entropy, make_target=words, **settings)
-        if part == "single":
-            settings |= {"segments": few_cuts(segments), "offload": None}
-        layers = 1 if part == "single" else 2
-        blocks = nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(layers)))
-        return measure_stage(blocks, hidden, layers=layers, **settings)
+        blocks = nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(2)))
+        return measure_stage(blocks, hidden, layers=2, **settings)
 
 
 def measure_work(setup: Setup, wait: Callable[[], object]) -> float:

@@ -127,7 +127,7 @@ def costs_of(cost: CostModel, sizes: list[int], orders: list[list[int]]) -> dict
 
 def placement(cost: CostModel, price: Price, rank_of_stage: list[int]) -> dict[str, Any]:
     """What depends on where stages lie, and bytes."""
-    latency, bandwidth = cost.links(rank_of_stage)
+    latency, bandwidth, _ = cost.links(rank_of_stage)
     held = asdict(price.step_memory(rank_of_stage))
     memory = {name: np.asarray(table).tolist() for name, table in held.items()}
     memory["activations"] = [

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from typing import Any
 
-from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import add_options, read_tokens
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
@@ -49,18 +47,9 @@ def run(options: argparse.Namespace) -> int:
         "bf16": options.dtype == "bf16",
         "device": options.device,
         "offload": HOST if options.offload == "host" else options.offload,
+        "show": True,
     }
-    print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
-    with progress_bar("the work") as progress:
-        found: Profile = decoder.profile_decoder(model, **settings, progress=progress)
+    found: Profile = decoder.profile_decoder(model, **settings)
     found.save(options.output)
     print(found.to_text())
     return 0
-
-
-def duration(seconds: float) -> str:
-    """Returns a rough duration in words, such as "20 seconds" or "3 minutes"."""
-    if seconds < 55:
-        return f"{max(5, 5 * round(seconds / 5))} seconds"
-    minutes = max(1, round(seconds / 60))
-    return f"{minutes} minute{'s' * (minutes > 1)}"

@@ -152,20 +152,13 @@ class CostModel:
 
     # -- links and the optimizer
 
-    def links(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Returns latency and bytes per second of the edges between stages s and s + 1, [s], for ``Schedule.simulate``.
+    def links(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
+        """Returns the edges between stages s and s + 1: latency and bytes per second of each edge, and the mean seconds
+        for which a message occupies the sender.
 
         Ranks fill one node after another, each rank on the devices that share a stage; a node holds whole ranks. The
         next data-parallel replica follows the last rank.
         """
-        return self._edges(rank_of_stage)[:2]
-
-    def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
-        """Returns the seconds for which a message occupies the sender, mean over all edges."""
-        return self._edges(rank_of_stage)[2]
-
-    def _edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
-        """Returns the results of :meth:`links` and :meth:`send_seconds`."""
         hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.devices)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
         inside = [a == b for a, b in itertools.pairwise(nodes)]
@@ -334,7 +327,7 @@ class Price:
             moves: adds the seconds of units that move to a tier.
         """
         cost = self.cost
-        latencies, rates, send = cost._edges(schedule.rank_of_stage)
+        latencies, rates, send = cost.links(schedule.rank_of_stage)
         links = Links(latencies, rates, message_bytes=self.message_bytes)
         seconds = self.seconds._asdict() | {"statistics": 0.0, "loss": 0.0} | self.shard_seconds
         if moves:

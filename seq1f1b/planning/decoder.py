@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
-from threading import BrokenBarrierError
+from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 import seq1f1b.attention.causal as ops
 from seq1f1b import where
 from seq1f1b.engine.file_tier import FileTier
+from seq1f1b.launcher import launch
 from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile
-from seq1f1b.planning.profiler import (
-    MEASURED_WAYS,
-    MOVED_WORK,
-    SEGMENTS,
-    WARM_UP,
-    StageTimes,
-    cuts_of,
-    few_cuts,
-    make_profile,
-    measure_stage,
-    moved_cut,
-)
+from seq1f1b.planning.profiler import SEGMENTS, StageTimes, cuts_of, make_profile, measure_stage
 from seq1f1b.where import HOST, Offload
 
-__all__ = ["check_decoder", "expected_seconds", "profile_decoder", "profile_model"]
+__all__ = ["check_decoder", "profile_decoder", "profile_model"]
 
 
 class _Block(nn.Module):
@@ -103,7 +91,7 @@ def profile_model(
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, StageTimes]:
-    """Measures a decoder: a stage of ``layers`` layers, a stage of a single layer, the embedding, and norm, head, loss.
+    """Measures a decoder: a stage of ``layers`` layers, the embedding, and norm, head, loss.
 
     Args:
         device: device of the stages.
@@ -125,8 +113,6 @@ def profile_model(
         return torch.randint(model.vocab, (1, tokens), device=device)
 
     found = {"layer": measure(blocks, hidden, layers=layers, offload=offload)}
-    if layers > 1:
-        found["single"] = measure(blocks[:1], hidden, segments=few_cuts(cuts_of(seq_len, SEGMENTS)))
     if model.vocab:
         with torch.device(device):
             embedding = nn.Embedding(model.vocab, model.hidden)
@@ -136,107 +122,26 @@ def profile_model(
     return found
 
 
-# -- how long it takes -------------------------------------------------------------------------------------------------
-
-_STARTUP = 6.0  # seconds until the processes have imported torch, and of the first step
-_BESIDE_PRODUCTS = 1.5  # time of a pass over the time of its products, at the rate of a product alone
-
-
-def _work_in_order(model: ModelShape, settings: dict[str, Any]) -> list[float]:
-    """Returns the FLOP of a call of :func:`profile_model` with the settings, one entry per call of ``progress``."""
-    seq_len, layers, moves = settings["seq_len"], settings["layers"], settings["offload"] is not None
-    cuts, layer = cuts_of(seq_len, SEGMENTS), model._replace(layers=1, vocab=0).flops(0, seq_len)
-    steps, plain = WARM_UP + settings["repeats"], sum(MEASURED_WAYS.values())
-    work = [steps * (plain + MOVED_WORK * (moves and k == moved_cut(cuts))) for k in cuts]
-    found = [forwards * layers * layer for forwards in work]
-    if layers > 1:
-        found += [steps * plain * layer for _ in few_cuts(cuts)]
-    if model.vocab:  # an embedding multiplies nothing
-        found += [0.0 for _ in work] + [forwards * 2.0 * model.hidden * model.vocab * seq_len for forwards in work]
-    return found
-
-
-def expected_seconds(
-    model: ModelShape,
-    *,
-    seq_len: int,
-    layers: int = 2,
-    repeats: int = 5,
-    processes: int = 1,
-    threads: int = 1,
-    bf16: bool = False,
-    device: str = "cpu",
-    offload: Offload = None,
-) -> float:
-    """Returns the estimated seconds of :func:`profile_decoder`: FLOP at the rate of a matrix product, timed on the
-    spot. A tier slower than the units takes longer.
-    Raises:
-        ValueError, OSError: as :func:`profile_decoder`.
-    """
-    settings = _settings(model, seq_len, layers, repeats, device, offload, processes=processes, threads=threads)
-    rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
-    factors = {
-        "x": torch.randn(rows, model.hidden, device=device),
-        "weight": torch.randn(model.hidden, inner, device=device),
-    }
-    with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        timer = Timer("x @ weight", globals=factors, num_threads=threads)
-        product = min(timer.timeit(1).median for _ in range(4))
-    sharing = processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
-    work = sum(_work_in_order(model, settings)) / (2.0 * rows * model.hidden * inner)
-    return _STARTUP + _BESIDE_PRODUCTS * max(1.0, sharing) * work * product
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-_shared: Any = None  # set at the start of a worker process: barrier, FLOP measured so far, number of the process
 
-
-def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
-    global _shared
-    with started.get_lock():
-        _shared = barrier, done, started.value
-        started.value += 1
+def _measure(
+    model: ModelShape, threads: int, bf16: bool, show: bool, settings: dict[str, Any]
+) -> dict[str, StageTimes]:
+    """Runs :func:`profile_model` on one rank, and returns its result."""
     torch.set_num_threads(threads)
-
-
-def _work(model: ModelShape, bf16: bool, settings: dict[str, Any]) -> dict[str, StageTimes]:
-    """Runs :func:`profile_model` in a worker process."""
     torch.manual_seed(0)
-    (barrier, done, number), device = _shared, settings["device"]
+    device, cuts = settings["device"], len(cuts_of(settings["seq_len"], SEGMENTS)) * (3 if model.vocab else 1)
     if device == "cuda":
-        torch.cuda.set_device(number % torch.cuda.device_count())
-    work = itertools.accumulate(_work_in_order(model, settings))
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    done = count(1)
 
     def progress() -> None:
-        done.value = max(done.value, next(work))
+        print(f"measured {next(done)} of {cuts} cuts", file=sys.stderr, flush=True)
 
-    try:
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            return profile_model(model, **settings, wait=barrier.wait, progress=progress)
-    except BaseException:
-        barrier.abort()  # otherwise the remaining processes wait without end
-        raise
-
-
-def _settings(
-    model: ModelShape, seq_len: int, layers: int, repeats: int, device: str, offload: Offload, **counts: int
-) -> dict[str, Any]:
-    """Returns the arguments of :func:`profile_model`; raises before a measurement, also if the tier cannot be made."""
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
-    for name, value in {**counts, "layers": layers, "repeats": repeats}.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
-    if offload is not None:
-        where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
-    if offload is not None and offload is not HOST:
-        offload = os.fspath(offload)
-        FileTier(offload, None).close()
-    check_decoder(model, seq_len)
-    return {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
+    told: dict[str, Any] = {"progress": progress} if show and dist.get_rank() == 0 else {}
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        return profile_model(model, **settings, wait=dist.barrier, **told)
 
 
 def profile_decoder(
@@ -250,11 +155,12 @@ def profile_decoder(
     bf16: bool = False,
     device: str = "cpu",
     offload: Offload = None,
-    progress: Callable[[float], object] | None = None,
+    show: bool = False,
 ) -> Profile:
     """Runs :func:`profile_model` in several processes at once and returns the profile.
 
     Choose as many processes as ranks that will share the machine, because ranks compete for caches, memory and clock.
+    Call from a script under ``if __name__ == "__main__":``, as :func:`seq1f1b.launch`.
 
     Args:
         threads: threads of each process.
@@ -262,29 +168,30 @@ def profile_decoder(
         device: "cpu" or "cuda"; the processes take the machine's GPUs in turn.
         offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there, while all processes
             move units at once.
-        progress: called now and then with the finished share of the work.
+        show: prints the number of measured cuts to stderr after each cut.
     Raises:
         ValueError: a count below 1, "cuda" without a GPU; or as :func:`profile_model`.
         OSError: the tier's file cannot be made, written or read.
     """
-    settings = _settings(model, seq_len, layers, repeats, device, offload, processes=processes, threads=threads)
-    total = sum(_work_in_order(model, settings))
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
+    for name, value in (("processes", processes), ("threads", threads), ("layers", layers), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+    if offload is not None:
+        where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
+    if offload is not None and offload is not HOST:
+        offload = os.fspath(offload)
+        FileTier(offload, None).close()
+    check_decoder(model, seq_len)
+    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
     begin = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    barrier, done, started = context.Barrier(processes), context.Value("d", 0.0), context.Value("i", 0)
-    with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, started, threads)) as pool:
-        tasks = [pool.submit(_work, model, bf16, settings) for _ in range(processes)]
-        while wait(tasks, timeout=0.5).not_done:
-            if progress is not None:
-                progress(done.value / total)
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
-        found = [task.result() for task in tasks]
-    parts = {name: [each[name] for each in found] for name in found[0]}
+    found = launch(_measure, processes, model, threads, bf16, show, settings)
     return make_profile(
         model,
-        **parts,
+        **{name: [each[name] for each in found] for name in found[0]},
         seq_len=seq_len,
         threads=threads,
         dtype="bfloat16 autocast" if bf16 else "float32",

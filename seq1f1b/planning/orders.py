@@ -202,7 +202,7 @@ class Orders(NamedTuple):
         seconds, cost, taken = self.price.seconds, self.price.cost, self.family.options
         options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
         if "transfer" in taken:
-            latencies, rates = cost.links(range(cost.num_ranks))
+            latencies, rates, _ = cost.links(range(cost.num_ranks))
             message = statistics.fmean(self.price.message_bytes)
             times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
             options["transfer"] = statistics.fmean(times) if times else 0.0

@@ -9,35 +9,19 @@ import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from seq1f1b.files import json_fields, load
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
-from seq1f1b.seconds import NO_SECONDS, PASSES, Fit, PassSeconds, pairs_of
+from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of
 from seq1f1b.table import table_text
 
-__all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
+__all__ = ["Fit", "Part", "PassSeconds", "Profile"]
 
-_FORMAT = "seq1f1b profile 6"
+_FORMAT = "seq1f1b profile 7"
 TIER = ("tier_out", "tier_in", "move_out", "move_in")
-
-
-class Sample(NamedTuple):
-    """Measured unit of tokens ``[begin, begin + tokens)``: medians in seconds of the whole stage.
-
-    The fields follow the order of ``PASSES``; :class:`Part` defines ``recompute``.
-    """
-
-    begin: int
-    tokens: int
-    forward: float
-    backward: float
-    input: float
-    weight: float
-    recompute: float
 
 
 @dataclass(frozen=True)
@@ -60,8 +44,6 @@ class Part:
         forward_workspace_bytes, forward_workspace_token_bytes: most temporary bytes of a unit's F, beside all bytes
             above: floor, and per token. Layers run one after another, so a unit needs the workspace of a single layer.
         workspace_bytes, workspace_token_bytes: most temporary bytes of a unit's B, in the form of F's.
-        input_bytes, input_token_bytes: most bytes that I of a unit of one layer adds, gradients left to W included:
-            floor, and per token. Both are 0 if not measured.
         kv_bytes, kv_gradient_bytes: bytes of the cache, per token.
         message_bytes: bytes of the stage's output, per token.
     """
@@ -82,12 +64,9 @@ class Part:
     forward_workspace_token_bytes: float
     workspace_bytes: float
     workspace_token_bytes: float
-    input_bytes: float
-    input_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
-    samples: tuple[Sample, ...]
 
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
         """Returns the measured seconds of every pass. I + W exceeds B, since a split has a price."""
@@ -105,15 +84,12 @@ class Part:
         """Returns the bytes that a unit of some layers saves, keeps until W, and adds in I to the saved bytes.
 
         As I goes back through the layers, gradients for W take the place of freed tensors, and count as kept. Added are
-        only the bytes by which I exceeds the saved bytes and :meth:`workspace`.
+        the gradients of one layer, which frees its tensors at its end, and the excess of each further layer.
         """
         saved = self.saved_bytes + self.saved_token_bytes * tokens
         kept, gradients = np.minimum(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
-        if not self.input_bytes and not self.input_token_bytes:
-            return layers * saved, layers * kept, layers * gradients
-        grows = np.maximum(0.0, kept + gradients - saved)  # bytes added by each layer
-        most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
-        added = np.minimum(np.maximum(layers * grows, most - self.workspace(tokens)), layers * gradients)
+        excess = np.maximum(0.0, kept + gradients - saved)
+        added = np.minimum(gradients + (layers - 1) * excess, layers * gradients)
         return layers * saved, layers * (kept + gradients) - added, added
 
 
@@ -129,7 +105,6 @@ class Profile(_File):
         seconds: duration of the measurement.
         seq_len: longest measured sequence.
         model: the shape; ``layers`` of the shape may differ from the measured stage.
-        unit: seconds of a unit without layers, by pass; zeros if all measured stages had equal numbers of layers.
         unit_overhead: the engine's own seconds between two units.
         step_overhead: seconds of a step outside of the order.
         layer, embedding, head: the parts; None: the model has no such end, or the stage of layers contained the end.
@@ -157,7 +132,6 @@ class Profile(_File):
     tier_in: float | None = None
     move_out: float | None = None
     move_in: float | None = None
-    unit: PassSeconds = NO_SECONDS
     device: str = "cpu"
 
     def parts(self) -> dict[str, Part]:
@@ -214,8 +188,6 @@ class Profile(_File):
             *table_text(rows).splitlines(),
         ]
         layer = self.layer
-        beyond = ", ".join(f"{kind} {getattr(self.unit, name) * 1e6:.0f}" for kind, name in PASSES.items())
-        lines.append(f"a unit takes us beyond its layers: {beyond}")
         lines.append(
             f"a token of a layer keeps {layer.saved_token_bytes:.0f} bytes for B, or for I, which leaves "
             f"{layer.kept_token_bytes + layer.gradient_token_bytes:.0f} to W; {layer.kv_bytes:.0f} in the cache "
@@ -231,7 +203,7 @@ class Profile(_File):
 
     def to_json(self) -> str:
         """Returns the text of a profile file."""
-        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict(), "unit": self.unit._asdict()}
+        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict()}
         for part in self.parts():
             for name in PASSES.values():
                 data[part][name] = getattr(self.parts()[part], name)._asdict()

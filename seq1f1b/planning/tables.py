@@ -131,9 +131,6 @@ class ByParts:
 
     # -- seconds
 
-    beyond = NO_SECONDS
-    """Seconds of a unit beyond those of its layers."""
-
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
         """Returns the seconds of one layer of a kind. floor: False leaves out the costs that do not depend on the
         unit's length; the rest adds up over segments."""
@@ -202,12 +199,12 @@ class ByParts:
         """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""
         (embedding, head), split = self.ends(span), 1 + self.hardware.split_backward_extra
         layers, unit = [self.layer(span, kind) for kind in range(len(self.layer_kinds))], 0.0 * span.tokens
-        has_layers, found = self.counts.any(1)[:, None], []
+        found = []
         for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # only I and W pay for the split of a backward
             whole = self.first * embedding[i] + self.last * head[i] + unit
             for kind, layer in enumerate(layers):
                 whole = whole + self.counts[:, kind, None] * layer[i]
-            found.append(whole * factor + has_layers * self.beyond[i] + self.hardware.unit_overhead)
+            found.append(whole * factor + self.hardware.unit_overhead)
         return PassSeconds(*found)
 
     def shards(self, span: Span) -> dict[str, Any]:
@@ -379,7 +376,6 @@ class ByProfile(ByParts):
         super().__init__(model, hardware, layout, layers, num_ranks)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
         self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
-        self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
         names = PassSeconds._fields
         self._of_layer = PassSeconds(*(runs * getattr(hardware, f"measured_{name}") for name in names))
         self._of_ends = PassSeconds(*[runs * hardware.measured_ends] * len(names))

@@ -21,7 +21,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.compare import compare
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model
-from seq1f1b.planning.profile import PassSeconds, Profile
+from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import PlanSearch, search_plans
 from seq1f1b.planning.step_plan import plan_step
 from seq1f1b.seconds import arrays_of, spans_of
@@ -34,14 +34,13 @@ MIXTURE = ModelShape(hidden=512, layers=8, heads=8, kv_heads=4, ffn=512, vocab=8
 
 
 def _profile(kind: str) -> Profile:
-    """The recorded one; with a tier, seconds of a unit beyond its layers, and ends; or without ends."""
+    """The recorded one; with a tier and ends; or without ends."""
     found = Profile.load(PROFILE)
     if kind == "plain":
         return found
     if kind == "no ends":
         return replace(found, embedding=None, head=None)
-    unit = PassSeconds(2e-4, 1e-4, 5e-5, 3e-4, 1e-4)
-    return replace(found, unit=unit, tier_out=2e9, tier_in=3e9, move_out=1e-11, move_in=2e-11)
+    return replace(found, tier_out=2e9, tier_in=3e9, move_out=1e-11, move_in=2e-11)
 
 
 class _Draw:
@@ -214,7 +213,7 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         if kind != "seq-zbv" or cost.num_ranks == 2
     ]
     placement = orders[0].rank_of_stage
-    price = cost.price(sizes)
+    price, links = cost.price(sizes), cost.links(placement)
     shards = cost.source.shards(arrays_of(spans_of(sizes, cost.layout.documents)))
     told = {
         "sizes": sizes,
@@ -226,8 +225,8 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         "least": price.least_bytes(),
         "memory": asdict(price.memory(placement)),
         "step memory": asdict(price.step_memory(placement)),
-        "links": cost.links(placement),
-        "send": cost.send_seconds(placement),
+        "links": links[:2],
+        "send": links[2],
         "optimizer": cost.optimizer_seconds(),
         "parameters": [cost.parts.stage_parameters[stage] for stage in range(cost.num_stages)],
         "layers": cost.balanced_layers(),

@@ -111,9 +111,9 @@ def test_edges_inside_and_between_nodes():
         ((0, 1, 2, 3, 0, 1), [near, far, near, far, near]),
         ((0, 1, 2, 3, 3, 2, 1, 0), [near, far, near, near, near, far, near]),
     ):
-        assert list(zip(*cost.links(placement), strict=True)) == edges
+        assert list(zip(*cost.links(placement)[:2], strict=True)) == edges
     wide = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(tensor=4, context=2))
-    assert list(zip(*wide.links(range(3)), strict=True)) == [far, far]  # a rank fills two nodes
+    assert list(zip(*wide.links(range(3))[:2], strict=True)) == [far, far]  # a rank fills two nodes
 
 
 def of_kind(kind):

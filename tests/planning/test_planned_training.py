@@ -295,5 +295,5 @@ def test_steps_are_planned_by_the_units_of_the_engine() -> None:
         # A line through units some of which others delayed may tilt a little; a busy machine delays all of them.
         assert all(0.8 * (floor + per_token * size) <= seconds for seconds, (size, _) in zip(found, took, strict=True))
         assert 0.6 < statistics.median(f / seconds for f, (_, seconds) in zip(found, took, strict=True)) < 1.8
-    # Of the steps' real times: the machine's rates say next to nothing before, and others may use the cores after.
+    # Real times of steps: the machine's rates say next to nothing before, and others may use the cores after.
     assert max(shares[:4]) < 0.1 < 0.2 < statistics.median(shares[5:]) < 1.1
