@@ -63,13 +63,6 @@ const Designs = (() => {
     return words.filter((one) => named.includes(`${one.rank} ${one.name}`))
   }
 
-  // Torch's action CSV, as Schedule.to_csv writes it; null where torch has no cell for a pass, and no parents.
-  function toCsv({ text, trees, first, pass, stage, microbatch, segment, k }, { style }) {
-    if (trees || /[^FBIW\d\s.[\]]/.test(text)) return null
-    const cells = Array.from(pass, (p, i) => `${stage[i]}${style.passes[p].letter}${microbatch[i] * k + segment[i]}`)
-    return Array.from(first.slice(1), (end, rank) => `${cells.slice(first[rank], end).join(",")}\n`).join("")
-  }
-
   // The lines of Python that build and simulate a design that the laboratory has computed.
   function toPython(design, result, facts) {
     const { S, k, trees, tables: { passes, latency, tier } } = result
@@ -118,5 +111,5 @@ const Designs = (() => {
     return `${lines.join("\n")}\n`
   }
 
-  return { make, presets, toLink, fromLink, marks, toCsv, toPython }
+  return { make, presets, toLink, fromLink, marks, toPython }
 })()

@@ -107,8 +107,6 @@ const Explorer = (async () => {
       this.exports = element(
         "div", { className: "exports" },
         button("Order", "Save the order as text", () => this.save("txt", this.result.text)),
-        button("Torch CSV", "Save the order as torch's action CSV", () => this.saveCsv()),
-        button("PNG", "Save the timeline as it stands, on white", () => this.savePng()),
         button("SVG", "Save the timeline as it stands, on white", () => this.save("svg", this.svg())),
         button("Python", "Save the lines that build and simulate this design", () => this.save("py", this.python())),
       )
@@ -184,26 +182,12 @@ const Explorer = (async () => {
       setTimeout(() => URL.revokeObjectURL(href), 10000)
     }
 
-    saveCsv() {
-      const csv = Designs.toCsv(this.result, facts)
-      if (csv !== null) this.save("csv", csv)
-      else alert("Torch's CSV has no trees, and no units that are recomputed or moved: save the order as text.")
-    }
-
     svg() {
       return timelines.svgFile(shown().indexOf(this))
     }
 
     python() {
       return Designs.toPython(this.design, this.result, facts)
-    }
-
-    async savePng() {
-      const image = element("img", { src: `data:image/svg+xml,${encodeURIComponent(this.svg())}` })
-      await image.decode()
-      const canvas = element("canvas", { width: 2 * image.width, height: 2 * image.height })
-      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height)
-      canvas.toBlob((blob) => this.save("png", blob))
     }
   }
 
