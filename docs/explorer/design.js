@@ -4,32 +4,24 @@
 const Designs = (() => {
   const PLAIN = {
     family: "seq1f1b", P: 4, M: 4, k: 2, v: 1, parents: "", options: {}, order: "",
-    costs: "seconds", F: 1, B: 2, W: null, message: 0, attention: 0, split: "even",
+    F: 1, B: 2, W: null, message: 0, attention: 0, split: "even",
     recompute: "none", offload: "none", tier: 0.5, cap: 2,
   }
+  const NAMES = { F: "forward", B: "backward", W: "weight" }
   const make = (changes) => ({ ...PLAIN, ...changes })
 
   // Named pairs of designs; the first is what the page shows at first.
-  function presets(models) {
-    const long = { k: 4, attention: 0.6 }
-    const figures = {
-      "1F1B and Seq1F1B, as in the paper": [{ family: "1f1b", k: 1 }, {}],
-      "Slow messages, hidden by a longer warm-up": [{}, { options: { extra_warmup: 1 } }].map(
-        (one) => ({ M: 8, k: 4, message: 0.25, ...one }),
-      ),
-      "Long sequence: equal lengths, equal times": [long, { ...long, split: "equal" }],
-      "Half the memory: recomputed, or moved away": [{ recompute: "fit" }, { offload: "fit" }].map(
-        (one) => ({ M: 8, k: 4, cap: 0.75, ...one }),
-      ),
-    }
-    const found = Object.entries(figures).map(([name, pair]) => ({ group: "Figures", name, pair: pair.map(make) }))
-    for (const [costs, { P, title }] of Object.entries(models)) {
-      const model = { costs, P, M: 2 * P, split: "equal" }
-      const pair = [make({ ...model, family: "1f1b", k: 1 }), make({ ...model, k: 16 })]
-      found.push({ group: "Models on H100", name: `${title}: 1F1B and Seq1F1B`, pair })
-    }
-    return found
-  }
+  const long = { k: 4, attention: 0.6 }
+  const presets = Object.entries({
+    "1F1B and Seq1F1B, as in the paper": [{ family: "1f1b", k: 1 }, {}],
+    "Slow messages, hidden by a longer warm-up": [{}, { options: { extra_warmup: 1 } }].map(
+      (one) => ({ M: 8, k: 4, message: 0.25, ...one }),
+    ),
+    "Long sequence: equal lengths, equal times": [long, { ...long, split: "equal" }],
+    "Half the memory: recomputed, or moved away": [{ recompute: "fit" }, { offload: "fit" }].map(
+      (one) => ({ M: 8, k: 4, cap: 0.75, ...one }),
+    ),
+  }).map(([name, pair]) => ({ name, pair: pair.map(make) }))
 
   const toLink = (pair) => encodeURIComponent(JSON.stringify(pair))
 
@@ -71,16 +63,9 @@ const Designs = (() => {
     return words.filter((one) => named.includes(`${one.rank} ${one.name}`))
   }
 
-  // Torch's action CSV, as Schedule.to_csv writes it; null where torch has no cell for a pass, and no parents.
-  function toCsv({ text, trees, first, pass, stage, microbatch, segment, k }, { style }) {
-    if (trees || /[^FBIW\d\s.[\]]/.test(text)) return null
-    const cells = Array.from(pass, (p, i) => `${stage[i]}${style.passes[p].letter}${microbatch[i] * k + segment[i]}`)
-    return Array.from(first.slice(1), (end, rank) => `${cells.slice(first[rank], end).join(",")}\n`).join("")
-  }
-
   // The lines of Python that build and simulate a design that the laboratory has computed.
   function toPython(design, result, facts) {
-    const { S, k, trees, tables: { passes, latency, bandwidth, message, tier } } = result
+    const { S, k, trees, tables: { passes, latency, tier } } = result
     const list = (values) => `[${Array.from(values).join(", ")}]`
     const flat = (values) => (values.every((x) => x === values[0]) ? `${values[0] ?? 0}` : list(values))
     const table = (values) => { // [stage][segment], or [stage][micro-batch][segment]
@@ -98,9 +83,9 @@ const Designs = (() => {
       const named = given.map(([name, value]) => `"${name}": ${JSON.stringify(value)}`)
       if (options.includes("costs")) {
         const weight = passes.W ?? passes.B.map((x) => 0.5 * x)
-        const input = passes.I ?? passes.B.map((x, i) => x - weight[i])
+        const input = passes.B.map((x, i) => x - weight[i])
         named.push(`"costs": (${[passes.F, input, weight].map(table).join(", ")})`)
-        if (options.includes("transfer") && design.costs === "seconds") named.push(`"transfer": ${design.message}`)
+        if (options.includes("transfer")) named.push(`"transfer": ${design.message}`)
       }
       const { P, M, v } = design
       const segments = trees ? list(trees.map((own) => own.length)) : k
@@ -119,14 +104,12 @@ const Designs = (() => {
       lines.push(`chosen = {${["()", ...cells].join(", ")}}  # (stage, micro-batch, segment)`)
       lines.push(`schedule = schedule.${way}(lambda unit: unit[1:] in chosen)`)
     }
-    const costs = Object.entries(passes).map(([letter, values]) => `${Laboratory.NAMES[letter]}=${table(values)}`)
-    const links = [`latency=${flat(latency)}`]
-    if (bandwidth) links.push(`bandwidth=${flat(bandwidth)}`, `message_bytes=${flat(message)}`)
+    const costs = Object.entries(passes).map(([letter, values]) => `${NAMES[letter]}=${table(values)}`)
     if (design.offload !== "none") costs.push(`tier=${table(tier)}`)
-    lines.push("costs = Costs(", ...costs.map((one) => `    ${one},`), `    links=Links(${links.join(", ")}),`, ")")
+    lines.push("costs = Costs(", ...costs.map((one) => `    ${one},`), `    links=Links(latency=${flat(latency)}),`, ")")
     lines.push("run = schedule.simulate(costs)", "print(run.to_text())", "print(run.makespan, run.bubble_ratio)")
     return `${lines.join("\n")}\n`
   }
 
-  return { make, presets, toLink, fromLink, marks, toCsv, toPython }
+  return { make, presets, toLink, fromLink, marks, toPython }
 })()

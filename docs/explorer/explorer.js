@@ -7,12 +7,10 @@ const Explorer = (async () => {
   const byId = (id) => document.getElementById(id)
   const wasm = Uint8Array.from(atob(byId("wasm").textContent), (c) => c.charCodeAt(0))
   const laboratory = await Laboratory.open(wasm, facts)
-  const GIB = 2 ** 30
 
   // -- the form of a design -----------------------------------------------------------------------------------------
 
   const familyOf = (design) => facts.families.find(({ name }) => name === design.family)
-  const modelOf = (design) => facts.presets[design.costs] // undefined: in seconds
   const fits = (design) => design.recompute === "fit" || design.offload === "fit"
   const familiesThat = (test) => facts.families.filter(test).map(({ name }) => [name, name])
   const FAMILIES = {
@@ -20,17 +18,13 @@ const Explorer = (async () => {
     "over whole micro-batches": familiesThat((one) => !one.has_segments),
     yours: [["text", "an order as text"]],
   }
-  const COSTS = {
-    "yours": [["seconds", "seconds"]],
-    "a model's on H100, on paper": Object.entries(facts.presets).map(([name, { title }]) => [name, title]),
-  }
   const NO_FIELD = ["costs", "transfer", "unit_bytes", "cap_bytes"] // options that other fields say, or none
   const WAYS = { "": [["none", "none"], ["all", "all units"], ["fit", "as few as fit"]] }
   const SPLITS = { "": [["even", "equal lengths"], ["equal", "equal times"]] }
 
   // The fields that say something of a design: name, label, what it is, and its choices, or how its input looks.
   function fieldsOf(design) {
-    const [family, isPlain] = [familyOf(design), !modelOf(design)]
+    const family = familyOf(design)
     const [count, seconds, text] = [{ min: 1, step: 1 }, { min: 0, step: "any" }, { type: "text" }]
     const fields = [["family", "family", "the rule by which units are ordered", FAMILIES]]
     if (family) {
@@ -43,7 +37,7 @@ const Explorer = (async () => {
       const parents =
         "micro-batches whose segments are trees: what each segment follows, -1,0,0; a word for all micro-batches, or " +
         "one for each, with - for a chain; empty: chains"
-      if (family.has_segments && isPlain) fields.push(["parents", "parents", parents, text])
+      if (family.has_segments) fields.push(["parents", "parents", parents, text])
       for (const option of family.options.filter((name) => !NO_FIELD.includes(name))) {
         const words = laboratory.wordsOf(option).map((word) => [word, word])
         const choices = { "": [["", "its own"], ...words] }
@@ -52,26 +46,21 @@ const Explorer = (async () => {
         fields.push([`option.${option}`, option.replace("_", " "), title, about])
       }
     }
-    fields.push(["costs", "costs", "seconds and bytes of units", COSTS])
-    if (isPlain)
-      fields.push(
-        ["F", "F, s", "seconds that a rank takes for the forward of a micro-batch", seconds],
-        ["B", "B, s", "seconds that it takes for the backward", seconds],
-        ["W", "of it W, s", "the part of B that a split backward puts off, for weight gradients; empty: half", seconds],
-        ["message", "message, s", "seconds of a message between two stages", seconds],
-        ["attention", "attention", "share of causal attention in F and B: later segments attend to more tokens",
-          { min: 0, max: 1, step: 0.05 }],
-      )
     fields.push(
+      ["F", "F, s", "seconds that a rank takes for the forward of a micro-batch", seconds],
+      ["B", "B, s", "seconds that it takes for the backward", seconds],
+      ["W", "of it W, s", "the part of B that a split backward puts off, for weight gradients; empty: half", seconds],
+      ["message", "message, s", "seconds of a message between two stages", seconds],
+      ["attention", "attention", "share of causal attention in F and B: later segments attend to more tokens",
+        { min: 0, max: 1, step: 0.05 }],
       ["split", "split", "how a sequence is cut into segments", SPLITS],
       ["recompute", "recompute", "units that run their forward again before the backward", WAYS],
       ["offload", "move to a tier", "units whose activations go to the host, or a file, and come back", WAYS],
     )
-    if (isPlain && design.offload !== "none")
+    if (design.offload !== "none")
       fields.push(["tier", "each way, s", "seconds of a rank's tier for what it saves of a micro-batch", seconds])
     if (fits(design))
-      fields.push(["cap", isPlain ? "cap, micro-batches" : "cap, GiB",
-        "what a rank holds at most: activations in micro-batches, or all bytes, with weights and optimizer", seconds])
+      fields.push(["cap", "cap, micro-batches", "activations that a rank holds at most, in micro-batches", seconds])
     return fields
   }
 
@@ -90,18 +79,14 @@ const Explorer = (async () => {
   // What else changes with a choice: counts that the family, or the model, can have.
   function following(before, changes, result) {
     const after = { ...before, ...changes }
-    const [family, model] = [familyOf(after), modelOf(after)]
+    const family = familyOf(after)
     if (changes.family === "text") after.order = result.text ?? before.order
     else if (changes.family) {
       after.v = Number(family.validity.match(/v = (\d)\b/)?.[1] ?? Math.max(after.v, family.stages_per_rank))
       if (family.has_segments !== after.k > 1) after.k = family.has_segments ? 4 : 1
       if (family.validity.includes("M = P")) after.M = after.P
     }
-    if (changes.costs && model) {
-      after.P = model.P
-      if (!model.k.includes(after.k)) after.k = 8
-    }
-    if (fits(after) && (changes.costs || !fits(before))) after.cap = model ? model.memory / GIB : 1
+    if (fits(after) && !fits(before)) after.cap = 1
     return after
   }
 
@@ -122,8 +107,6 @@ const Explorer = (async () => {
       this.exports = element(
         "div", { className: "exports" },
         button("Order", "Save the order as text", () => this.save("txt", this.result.text)),
-        button("Torch CSV", "Save the order as torch's action CSV", () => this.saveCsv()),
-        button("PNG", "Save the timeline as it stands, on white", () => this.savePng()),
         button("SVG", "Save the timeline as it stands, on white", () => this.save("svg", this.svg())),
         button("Python", "Save the lines that build and simulate this design", () => this.save("py", this.python())),
       )
@@ -165,7 +148,7 @@ const Explorer = (async () => {
       const rule = description
         ? `${description}. ${source}. Needs ${validity}.`
         : "Units of a rank stand on one line, in the order in which it runs them."
-      this.rule.textContent = modelOf(design) ? `${modelOf(design).about}. ${rule}` : rule
+      this.rule.textContent = rule
     }
 
     compute() {
@@ -187,7 +170,7 @@ const Explorer = (async () => {
       const { result, design } = this
       const name = design.family === "text" ? "order as text" : design.family
       const heading = `${this.side}: ${name}${result.k > 1 ? `, ${result.k} segments` : ""}`
-      return { ...result, heading, note: limitText(design, result) }
+      return { ...result, heading, note: limitText(result) }
     }
 
     // -- what is saved ----------------------------------------------------------------------------------------------
@@ -199,26 +182,12 @@ const Explorer = (async () => {
       setTimeout(() => URL.revokeObjectURL(href), 10000)
     }
 
-    saveCsv() {
-      const csv = Designs.toCsv(this.result, facts)
-      if (csv !== null) this.save("csv", csv)
-      else alert("Torch's CSV has no trees, and no units that are recomputed or moved: save the order as text.")
-    }
-
     svg() {
       return timelines.svgFile(shown().indexOf(this))
     }
 
     python() {
       return Designs.toPython(this.design, this.result, facts)
-    }
-
-    async savePng() {
-      const image = element("img", { src: `data:image/svg+xml,${encodeURIComponent(this.svg())}` })
-      await image.decode()
-      const canvas = element("canvas", { width: 2 * image.width, height: 2 * image.height })
-      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height)
-      canvas.toBlob((blob) => this.save("png", blob))
     }
   }
 
@@ -236,7 +205,7 @@ const Explorer = (async () => {
   }
 
   // A sentence on what limits the step: the work of the rank that works most, and its waits.
-  function limitText(design, { P, busy, span, makespan, path, start, end, memory }) {
+  function limitText({ P, busy, span, makespan, path, start, end }) {
     const isLevel = (more) => Math.abs(more) <= 1e-9 * makespan // of equal ones, the one without gaps
     const first = (a, b) => (isLevel(busy[b] - busy[a]) ? span[b] - busy[b] < span[a] - busy[a] : busy[b] > busy[a])
     const rank = Array.from({ length: P }, (_, r) => r).reduce((a, b) => (first(a, b) ? b : a))
@@ -251,22 +220,18 @@ const Explorer = (async () => {
     const messages = makespan - (path ?? []).reduce((sum, i) => sum + end[i] - start[i], 0)
     if (path && messages > 0.005 * makespan) said.push(`Messages take ${part(messages)} of the critical path.`)
     if (!path) said.push("Slack and critical path are not known where units move to a tier.")
-    const [most, room] = [Math.max(...memory.total), modelOf(design)?.memory]
-    if (most > room) said.push(`A rank holds ${digits(most / GIB, 3)} GiB, and a GPU has ${digits(room / GIB, 3)} GiB.`)
     return said.join(" ")
   }
 
   function showTable(results) {
-    const held = ({ memory }) => Math.max(...memory.total) / (memory.whole ?? GIB)
-    const unit = ({ memory }) => (memory.whole === null ? "GiB" : "micro-batches")
+    const held = ({ memory }) => Math.max(...memory.total) / memory.whole
     const rows = [
       ["step", (r) => r.makespan, (r) => timeText(r.makespan)],
       ["bubble", (r) => r.bubble, (r) => `${(100 * r.bubble).toFixed(1)}%`],
-      ["most that a rank holds", held, (r) => `${digits(held(r), 3)} ${unit(r)}`],
+      ["most that a rank holds", held, (r) => `${digits(held(r), 3)} micro-batches`],
     ].map(([label, value, text]) => {
       const [a, b] = results.map(value)
-      const isAlike = value !== held || new Set(results.map(unit)).size === 1
-      const ratio = b !== undefined && isAlike && a > 0 ? (b / a).toFixed(2) : ""
+      const ratio = b !== undefined && a > 0 ? (b / a).toFixed(2) : ""
       const cells = [...results.map(text), ratio].map((textContent) => element("td", { textContent }))
       return element("tr", {}, element("th", { scope: "row", textContent: label }), ...cells)
     })
@@ -278,7 +243,7 @@ const Explorer = (async () => {
   // -- the page -----------------------------------------------------------------------------------------------------
 
   const timelines = new Timelines(byId("timelines"), facts.style, { wheelZooms: false })
-  const presets = Designs.presets(facts.presets)
+  const presets = Designs.presets
   const panels = ["A", "B"].map((side) => new Panel(side))
   const shown = () => panels.filter(({ result }) => result.refused === null)
 
@@ -301,11 +266,7 @@ const Explorer = (async () => {
 
   byId("panels").append(...panels.map(({ box }) => box))
   byId("preset").append(element("option", { value: "", textContent: "the designs below" }))
-  for (const label of new Set(presets.map(({ group }) => group))) {
-    const own = presets.filter(({ group }) => group === label)
-    const options = own.map((one) => element("option", { value: presets.indexOf(one), textContent: one.name }))
-    byId("preset").append(element("optgroup", { label }, ...options))
-  }
+  byId("preset").append(...presets.map(({ name }, value) => element("option", { value, textContent: name })))
   byId("preset").addEventListener("change", ({ target }) => target.value && open(presets[target.value].pair))
   byId("link").addEventListener("click", async () => {
     const copying = navigator.clipboard.writeText(location.href)

@@ -39,13 +39,13 @@ static struct {
  * number of each rank's first, and at the end how many there are, as the others of that name have.
  * counts: ranks, stages, micro-batches, segments; columns of a table where micro-batches differ, 0 where not
  * segments_of [micro-batch]; parents [cell of a stage], empty: chains; path: numbers of units, empty without causes
- * inputs: numbers of the units that a unit comes after; receive, total [rank] bytes: of places, and most in all
+ * inputs: numbers of the units that a unit comes after; total [rank] bytes: most in all
  * when, by, holding: changes of what a rank holds, in the order of time, by how many bytes, and of which. */
 /* clang-format off */
 #define ARRAYS(X)                                                                                                      \
     X(counts) X(rank_of_stage) X(segments_of) X(parents) X(first) X(pass) X(stage) X(microbatch) X(segment)            \
     X(makespan) X(span) X(busy) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                              \
-    X(receive) X(total) X(first_change) X(when) X(by) X(holding)
+    X(total) X(first_change) X(when) X(by) X(holding)
 /* clang-format on */
 #define NUMBER_OF(name) TELL_##name,
 #define EMPTY(name) {#name, NULL, 0, 0},
@@ -129,14 +129,10 @@ EXPORT(fill_in) int32_t fill_in(int32_t count)
     return s1f_table_fill_in(lab.pass_seconds, given, count);
 }
 
-/* [stage] between it and the next: latency, and seconds of a byte; bytes of a message, [column]. [stage][column]
- * seconds of the tier, out or back. 0: nothing. */
-EXPORT(set_links)
-void set_links(const double *latency, const double *seconds_per_byte, const int64_t *message_bytes, const double *tier)
+/* [stage] latency between it and the next; [stage][column] seconds of the tier, out or back, 0: nothing. */
+EXPORT(set_links) void set_links(const double *latency, const double *tier)
 {
     lab.costs.latency = latency;
-    lab.costs.seconds_per_byte = seconds_per_byte;
-    lab.costs.message_bytes = lab.bytes.message = message_bytes;
     lab.costs.tier_seconds = tier;
 }
 
@@ -379,7 +375,6 @@ static s1f_status tell_memory(void)
     s1f_byte_tables tables = s1f_byte_tables_of(&program->shape, &lab.bytes);
     s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
     for (int32_t rank = 0; rank < P; rank++) {
-        tell(TELL_receive, (double)peaks[rank].receive);
         tell(TELL_total, (double)peaks[rank].total);
         tell(TELL_first_change, told[TELL_when].count);
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {

@@ -3,11 +3,9 @@
 "use strict"
 
 const Laboratory = (() => {
-  const NAMES = { F: "forward", B: "backward", I: "input", W: "weight", R: "recompute", O: "move_out", L: "move_in" }
   const TOKENS = 65536 // of a sequence without a length of its own, where it is cut by seconds
   const MOST_UNITS = 200_000 // of a design that this page takes
   const sum = (values) => values.reduce((a, b) => a + b, 0)
-  const flat = ({ rows, of }) => of.flatMap((row) => rows[row]) // a table [stage][segment] of a model
 
   class Laboratory {
     static async open(bytes, facts) {
@@ -84,31 +82,24 @@ const Laboratory = (() => {
 
     run(design, result) {
       const { c } = this
-      const [isText, isPlain] = [design.family === "text", !(design.costs in this.facts.presets)]
+      const isText = design.family === "text"
       if (isText) {
         this.checkSize(design.order.length / 5) // of "F0.0 "
         this.must(c.read_text(this.string(design.order)))
       }
       let shape = isText ? this.readShape() : this.shapeOf(design)
-      const tables = isPlain ? this.plainTables(design, shape) : this.modelTables(design, shape)
+      const tables = this.tables(design, shape)
       this.giveTables(tables, shape)
       if (!isText) {
         this.build(design, shape)
         shape = this.readShape()
       }
-      if (!isPlain) this.placeModel(tables, shape)
       if (design.recompute === "all") this.must(c.recompute(0))
       if (design.offload === "all") this.must(c.offload(0))
       const moves = design.offload !== "none"
-      c.set_links(
-        this.doubles(tables.latency),
-        tables.bandwidth ? this.doubles(tables.bandwidth.map((rate) => 1 / rate)) : 0,
-        tables.message ? this.wholes(tables.message) : 0,
-        moves && tables.tier.some((x) => x > 0) ? this.doubles(tables.tier) : 0,
-      )
-      this.facts.holdings.forEach((name, h) => {
-        if (tables.bytes[name]?.some((x) => x > 0)) c.set_bytes(h, this.wholes(tables.bytes[name]))
-      })
+      const tier = moves && tables.tier.some((x) => x > 0) ? this.doubles(tables.tier) : 0
+      c.set_links(this.doubles(tables.latency), tier)
+      c.set_bytes(this.facts.holdings.indexOf("kept_activations"), this.wholes(tables.bytes))
       if (design.recompute === "fit" || design.offload === "fit") this.fit(design, tables, shape)
       this.must(c.run())
       this.read(result, shape, tables)
@@ -163,7 +154,7 @@ const Laboratory = (() => {
         const segmentsOf = trees.map((own) => own.length)
         c.set_rows(this.give(Int32Array, segmentsOf), this.give(Int32Array, trees.flat()))
       }
-      const given = { ...design.options, costs: 1, transfer: design.costs === "seconds" ? design.message : 0 }
+      const given = { ...design.options, costs: 1, transfer: design.message }
       for (const name of (family?.options ?? []).filter((option) => given[option] !== undefined)) {
         const value = given[name]
         c.set_option(this.facts.options.indexOf(name), Number(value) || this.wordsOf(name).indexOf(value) + 1)
@@ -188,8 +179,8 @@ const Laboratory = (() => {
       return { of: sizes.map(share), all: 1 }
     }
 
-    // Tables of a design in seconds, in which a rank's share of a micro-batch is known.
-    plainTables(design, { P, S, k, trees }) {
+    // Tables of a design, in which a rank's share of a micro-batch is known.
+    tables(design, { P, S, k, trees }) {
       const { attention } = design
       const isShare = attention >= 0 && attention <= 1
       if (!isShare) throw new Error(`the share of attention is ${attention}, must be in 0..1`)
@@ -208,30 +199,10 @@ const Laboratory = (() => {
       const passes = { F: table(design.F, attention), B: table(design.B, attention) }
       if (design.W !== null) passes.W = table(design.W, attention)
       return {
-        passes, tier: table(design.tier, 0), latency: Array(S - 1).fill(design.message), constant: {},
-        bytes: { kept_activations: Array(S).fill(rows.flatMap(sizesOf)).flat() },
+        passes, tier: table(design.tier, 0), latency: Array(S - 1).fill(design.message),
+        bytes: Array(S).fill(rows.flatMap(sizesOf)).flat(),
         whole: ((trees ? k : endOf(k)) * S) / P, // bytes of a micro-batch
       }
-    }
-
-    // Tables of a model for these counts.
-    modelTables(design, { P, S, k, trees }) {
-      const { title, tables, v, k: segments, P: ranks } = this.facts.presets[design.costs]
-      if (P !== ranks || S % P !== 0 || trees !== null)
-        throw new Error(`${title} has costs for P = ${ranks}, and one k for all micro-batches`)
-      const found = tables[`${S / P}/${k}/${design.split}`]
-      const have = `v = ${v.join(", ")}, k = ${segments.join(", ")}`
-      if (found === undefined) throw new Error(`${title} has costs for ${have}`)
-      const passes = Object.entries(NAMES).map(([letter, name]) => [letter, flat(found.passes[name])])
-      return { ...found, passes: Object.fromEntries(passes), tier: flat(found.passes.tier), whole: null }
-    }
-
-    // What depends on where stages lie.
-    placeModel(tables, { ranks }) {
-      const place = tables.places.find((one) => one.rank_of_stage.join() === ranks.join())
-      if (place === undefined) throw new Error("this model has costs for stages in a loop or a V")
-      const bytes = Object.entries(place.bytes).map(([name, table]) => [name, flat(table)])
-      Object.assign(tables, place, { bytes: Object.fromEntries(bytes) })
     }
 
     giveTables({ passes }, { S, k, trees }) {
@@ -243,18 +214,15 @@ const Laboratory = (() => {
       this.must(this.c.fill_in(count))
     }
 
-    fit(design, { constant, whole }, { P }) {
-      const all = Math.floor(design.cap * (whole ?? 2 ** 30))
-      const room = Array.from({ length: P }, (_, rank) =>
-        Math.max(0, all - sum(Object.values(constant).map((of) => of[rank]))),
-      )
+    fit(design, { whole }, { P }) {
+      const room = Array(P).fill(Math.max(0, Math.floor(design.cap * whole)))
       this.must(this.c.fit(this.wholes(room), design.recompute === "fit", design.offload === "fit"))
     }
 
     // -- results: the order as text, and a timeline as timeline.js says -----------------------------------------------
 
-    read(result, shape, { constant, whole, ...tables }) {
-      const { makespan, first_input, inputs, receive, total, first_change, when, by, holding, ...told } = this.told()
+    read(result, shape, { whole, ...tables }) {
+      const { makespan, first_input, inputs, total, first_change, when, by, holding, ...told } = this.told()
       const names = this.facts.style.holdings.map(({ name }) => name)
       Object.assign(result, told, shape, {
         text: this.text(this.c.text()),
@@ -265,13 +233,12 @@ const Laboratory = (() => {
         inputs: { first: first_input, units: inputs },
         tables,
         memory: {
-          whole, constant: { ...constant, receive },
-          total: Array.from(total, (x, rank) => x + sum(Object.values(constant).map((of) => of[rank]))),
+          whole, constant: {}, total: Array.from(total),
           first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h])),
         },
       })
     }
   }
 
-  return Object.assign(Laboratory, { NAMES })
+  return Laboratory
 })()

@@ -11,7 +11,8 @@ from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import add_options, read_bytes, read_counts, read_lengths, read_names, read_sizes, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.search import GIB, VOCABULARIES, memory_cap, search_plans
+from seq1f1b.planning.result import GIB
+from seq1f1b.planning.search import VOCABULARIES, memory_cap, search_plans
 from seq1f1b.table import rounded, table_text
 
 _ARGUMENTS = {"seq": "seq_len", "ranks": "num_ranks", "microbatches": "num_microbatches", "schedules": "names"}

@@ -13,10 +13,10 @@ from typing import Any
 from seq1f1b.families import schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
-from seq1f1b.planning.candidates import STEPS
-from seq1f1b.planning.cost import CostModel, Price
+from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import Orders, families_named
+from seq1f1b.planning.search import STEPS
 from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule
 from seq1f1b.table import rounded, table_text
 
@@ -171,9 +171,8 @@ def compare(
         ValueError: unknown name, a number out of range, a missing size, a model without hardware or seq_len or beside
             token bytes; or no family fits: the message names the least cap that lets a family fit.
     """
-    given = dict(locals())
-    del given["names"]
-    work = _Work(**given | {"layout": layout or Layout()})
+    work = _Work(**{name: value for name, value in locals().items() if name != "names"})
+    work.layout = layout or Layout()
     work.check()
     wanted = families_named(dict.fromkeys(names or schedules()))
     rows, refused = work.rows(wanted)
@@ -192,120 +191,118 @@ class _Work(SimpleNamespace):
     """Work and caps common to all families: the arguments of :func:`compare`, by name."""
 
     def check(self) -> None:
-        if self.model is not None:
-            if self.hardware is None or self.seq_len is None:
-                raise ValueError("a model's costs need hardware and seq_len")
-            if (self.token_bytes, self.message_bytes, self.bandwidth) != (None, None, None):
-                raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
+        sizes, of_token = self.segment_sizes, {name: getattr(self, name) for name in ("token_bytes", "message_bytes")}
         for name in ("cap_microbatches", "cap_bytes"):
             if (cap := getattr(self, name)) is not None and not cap > 0:
                 raise ValueError(f"{name} is {cap}, must be above 0")
-        sizes = self.segment_sizes
         if sizes is not None:
             if len(sizes) != self.num_segments:
                 raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
             check_segment_sizes(sizes, sum(sizes))
         if self.model is not None:
+            if self.hardware is None or self.seq_len is None:
+                raise ValueError("a model's costs need hardware and seq_len")
+            if {*of_token.values(), self.bandwidth} != {None}:
+                raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
             if sizes is not None and sum(sizes) != self.seq_len:
                 raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.seq_len}")
             if (vocabulary := self.layout.vocabulary) != "ends":
                 raise ValueError(f"vocabulary is {vocabulary!r}, must be 'ends': families are compared as they are")
             return
-        if sizes is None and (self.token_bytes is not None or self.message_bytes is not None):
+        if sizes is None and set(of_token.values()) != {None}:
             raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
         if self.cap_bytes is not None and self.token_bytes is None:
             raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
-        for name in ("token_bytes", "message_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
+        for name, value in of_token.items():
+            if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}, must be at least 0")
         if self.weight is not None and self.weight > self.backward:
             raise ValueError("weight is more than backward, of which it is a part")
 
-    # -- an order
-
     def rows(self, wanted: Sequence[Family]) -> tuple[list[FamilyRow], dict[str, str]]:
-        """Returns a row for each family that can be built, and the broken rule for each family that cannot."""
-        rows, refused = [], {}
+        """Returns a row for each family that can be built, and the broken rule for each family that cannot.
+
+        A family has the wanted stages and segments, else the fewest stages or one segment.
+        """
+        rows, refused = [], dict[str, str]()
         for family in wanted:
-            found = self._order(family)
-            if isinstance(found, str):
-                refused[family.name] = f"needs {found}"
+            least, broken = family.stages_per_rank, list[str]()
+            stages = dict.fromkeys((least if self.stages_per_rank is None else self.stages_per_rank, least))
+            for v, k in product(stages, (self.num_segments, 1) if family.has_segments else (1,)):
+                if (rule := self._broken_rule(family, v, k)) is None:
+                    rows.append(self._of_seconds(family, v, k) if self.model is None else self._of_model(family, v, k))
+                    break
+                broken.append(rule)
             else:
-                rows.append(self._row(family.name, found))
+                refused[family.name] = f"needs {broken[0]}"
         return rows, refused
 
-    def _order(self, family: Family) -> Schedule | str:
-        """Returns the family's order with the wanted stages and segments, else with the fewest stages or one segment;
-        returns the broken rule if neither can be built."""
-        least, rule = family.stages_per_rank, None
-        for v, k in product(
-            dict.fromkeys((least if self.stages_per_rank is None else self.stages_per_rank, least)),
-            (self.num_segments, 1) if family.has_segments else (1,),
-        ):
-            counts: dict[str, Any] = {
-                "num_ranks": self.num_ranks,
-                "num_microbatches": self.num_microbatches,
-                "num_segments": k,
-                "stages_per_rank": v,
-                "options": self._options(family, v, k) if v > 0 and k > 0 else {},
-            }
-            broken = family.broken_rule(**counts)
-            if broken is None and self.model is not None and self.num_ranks * v > self.model.layers:
-                broken = f"P v <= {self.model.layers} layers: here P = {self.num_ranks}, v = {v}"
-            if broken is not None:
-                rule = rule or broken
-            elif self.model is None or "costs" not in family.options:
-                return build_schedule(family.name, **counts)
-            else:
-                return self._order_for_costs(family, counts["options"], self._price(v, k))
-        assert rule is not None
+    def _broken_rule(self, family: Family, v: int, k: int) -> str | None:
+        counts = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
+        rule = family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
+        if rule is None and self.model is not None and self.num_ranks * v > self.model.layers:
+            return f"P v <= {self.model.layers} layers: here P = {self.num_ranks}, v = {v}"
         return rule
 
-    def _order_for_costs(self, family: Family, options: dict[str, Any], price: Price) -> Schedule:
-        cap = math.inf if self.cap_bytes is None else self.cap_bytes
-        orders = Orders(family, [price], self.num_microbatches, cap, options=options)
-        made = orders.made_for(cap)
-        # All caps that are too low get one and the same order.
-        return (made if made.peak <= cap else orders.made_for(_NO_ROOM)).schedule
+    def _sizes(self, k: int) -> Sequence[int] | None:
+        """Returns the tokens of each of k segments, or of the whole sequence if k is 1; None if no sizes were given."""
+        sizes = self.segment_sizes
+        return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
 
-    def _options(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        """Returns the options of the family: costs, and for "auto" the tighter of two caps, at least one micro-batch.
-        The row later shows that an order exceeds a cap below one micro-batch."""
+    def _cap(self, family: Family, v: int, k: int) -> dict[str, int]:
+        """Returns the option ``cap`` of "auto": at least one micro-batch. The row shows that an order exceeds less."""
         most = math.inf if self.cap_microbatches is None else self.cap_microbatches
-        options, held = dict[str, Any](), self._unit_bytes(v, k)
-        if self.model is None:
-            put_off = self.backward / 2 if self.weight is None else self.weight
-            seconds = (self.forward, self.backward - put_off, put_off)
-            options = {"costs": tuple(x / (v * k) for x in seconds), "transfer": self.transfer}
-        if held is not None and self.cap_bytes is not None and self.cap_bytes < most * v * sum(held):
-            options["unit_bytes"] = [held] * (self.num_ranks * v)
-            options["cap_bytes"] = max(self.cap_bytes, v * sum(held))
-        elif family.name == "auto" and most < self.num_microbatches:
-            options["cap"] = max(int(most * v * k), v * k)
-        return {name: value for name, value in options.items() if name in family.options}
+        is_capped = family.name == "auto" and most < self.num_microbatches
+        return {"cap": max(int(most * v * k), v * k)} if is_capped else {}
 
-    # -- its row
+    def _of_model(self, family: Family, v: int, k: int) -> FamilyRow:
+        """Returns the row of an order for the model's costs, with all bytes of a device."""
+        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": self.seq_len}
+        cost = CostModel.balanced(self.model, self.hardware, layout=self.layout, **counts)
+        price = cost.price(self._sizes(k) or cost.split(k))
+        cap = math.inf if self.cap_bytes is None else self.cap_bytes
+        orders = Orders(family, [price], self.num_microbatches, cap, options=self._cap(family, v, k))
+        made = orders.made_for(cap)
+        if made.peak > cap and "costs" in family.options:  # all caps that are too low get one and the same order
+            made = orders.made_for(_NO_ROOM)
+        return self._row(family, made.schedule, price.costs(made.schedule), price.sizes, made.peak)
 
-    def _row(self, name: str, schedule: Schedule) -> FamilyRow:
-        v, k = schedule.num_stages // self.num_ranks, schedule.num_segments
-        sizes, held, peak_bytes = self._sizes(k), self._unit_bytes(v, k), None
+    def _of_seconds(self, family: Family, v: int, k: int) -> FamilyRow:
+        """Returns the row of an order for equal stages and segments, with bytes of activations."""
+        sizes, parts, held = self._sizes(k), v * k, None
+        put_off = self.backward / 2 if self.weight is None else self.weight
+        seconds = (self.forward, self.backward - put_off, put_off)
+        options = {"costs": tuple(x / parts for x in seconds), "transfer": self.transfer} | self._cap(family, v, k)
+        if sizes is not None and self.token_bytes is not None:
+            held = [-(-n * self.token_bytes // v) for n in sizes]  # by each unit of a stage
+            most = math.inf if self.cap_microbatches is None else self.cap_microbatches
+            if self.cap_bytes is not None and self.cap_bytes < most * v * sum(held):  # the tighter of two caps
+                options.pop("cap", None)
+                options["unit_bytes"] = [held] * (self.num_ranks * v)
+                options["cap_bytes"] = max(self.cap_bytes, v * sum(held))
+        counts = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches, "num_segments": k}
+        taken = {name: value for name, value in options.items() if name in family.options}
+        schedule = build_schedule(family.name, **counts, stages_per_rank=v, options=taken)
         messages = None if sizes is None or self.message_bytes is None else [n * self.message_bytes for n in sizes]
-        how: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
-        if self.model is None:
-            weight = None if self.weight is None else self.weight / (v * k)
-            links = Links(self.transfer, self.bandwidth, message_bytes=messages or 0)
-            costs = Costs(self.forward / (v * k), self.backward / (v * k), weight, links=links)
-            run = schedule.simulate(costs, memory=StepMemory([held or [0] * k] * schedule.num_stages), **how)
-            if held is not None and run.memory is not None:
-                peak_bytes = max(run.memory.activations)
-        else:
-            price = self._price(v, k)
-            sizes, messages = price.sizes, price.message_bytes
-            run = schedule.simulate(price.costs(schedule), **how)
-            peak_bytes = max(rank.total for rank in price.rank_bytes(schedule))
+        costs = Costs(
+            self.forward / parts,
+            self.backward / parts,
+            None if self.weight is None else self.weight / parts,
+            links=Links(self.transfer, self.bandwidth, message_bytes=0 if messages is None else messages),
+        )
+        memory = StepMemory([held or [0] * k] * schedule.num_stages)
+        peak = max(schedule.peak_memory(memory).activations) if held is not None else None
+        return self._row(family, schedule, costs, sizes, peak)
+
+    def _row(
+        self, family: Family, schedule: Schedule, costs: Costs, sizes: Sequence[int] | None, peak: int | None
+    ) -> FamilyRow:
+        v, k = schedule.num_stages // self.num_ranks, schedule.num_segments
+        run = schedule.simulate(costs, steps=STEPS[False], optimizer_sync=False)
         crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # per segment
+        messages: Any = costs.links.message_bytes  # a number of each segment, or 0: unknown
         return FamilyRow(
-            family=name,
+            family=family.name,
             stages_per_rank=v,
             num_segments=k,
             makespan=run.makespan,
@@ -315,28 +312,10 @@ class _Work(SimpleNamespace):
             peak_units=max(run.peak),
             peak_microbatches=max(run.peak) / (v * k),
             peak_tokens=None if sizes is None else max(schedule.peak_tokens(sizes)),
-            peak_bytes=peak_bytes,
+            peak_bytes=peak,
             messages=crossings * k,
-            sent_bytes=None if messages is None else crossings * int(sum(messages)),
+            sent_bytes=None if isinstance(messages, int) else crossings * int(sum(messages)),
         )
-
-    def _price(self, v: int, k: int) -> Price:
-        assert self.model is not None
-        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": self.seq_len}
-        cost = CostModel.balanced(self.model, self.hardware, layout=self.layout, **counts)
-        return cost.price(self._sizes(k) or cost.split(k))
-
-    def _sizes(self, k: int) -> Sequence[int] | None:
-        """Returns the tokens of each of k segments, or of the whole sequence if k is 1; None if no sizes were given."""
-        sizes = self.segment_sizes
-        return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
-
-    def _unit_bytes(self, v: int, k: int) -> list[int] | None:
-        """Returns the activation bytes of each unit of one stage; None without sizes or bytes of a token."""
-        sizes = self._sizes(k)
-        return None if sizes is None or self.token_bytes is None else [-(-n * self.token_bytes // v) for n in sizes]
-
-    # -- the caps
 
     def excess(self, row: FamilyRow) -> str | None:
         """Returns how a row exceeds a cap; None if the row keeps both caps."""

@@ -143,14 +143,16 @@ class Orders(NamedTuple):
             aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
         return min(tried, key=lambda made: self._place(made, cap))
 
-    def with_remedies(self) -> BuiltOrder:
+    def with_remedies(self, first: BuiltOrder | None = None) -> BuiltOrder:
         """Returns the order of a family with a cap in bytes, with units that recompute or move.
 
         Tries orders that hold more or fewer micro-batches, makes each fit, and takes the fastest. The fastest is then
         searched for again, with the seconds of recomputation in the costs.
+
+        first: the order of a first look, ``is_quick``, at equal units.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
-        tried: list[tuple[tuple[float, int], BuiltOrder]] = []
+        tried = [] if first is None else [(self._place(first, self.cap), first)]
 
         def best() -> tuple[tuple[float, int], BuiltOrder]:
             return min(tried, key=lambda each: each[0])
@@ -164,7 +166,7 @@ class Orders(NamedTuple):
             share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
             return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-        for way in self._ways():
+        for way in self._ways() if first is None else ():
             consider(way | at_level(_LEVELS[0]))
         for level in () if self.is_quick else _LEVELS[1:]:
             consider(best()[1].options | at_level(level))
@@ -180,11 +182,10 @@ class Orders(NamedTuple):
         bytes that come back.
         """
         price, schedule, hw = self.price, made.schedule, self.price.cost.hardware
-        memory = price.memory(schedule.rank_of_stage)
-        held = schedule.peak_memory(memory, price.costs(schedule)).total
+        memory, costs = price.memory(schedule.rank_of_stage), price.costs(schedule, moves="offload" in self.remedies)
+        held = schedule.peak_memory(memory, costs).total
         left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
         room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-        costs = price.costs(schedule, moves="offload" in self.remedies)
         shares = [int(part * hw.host_share) for part in _TIER_PARTS] if hw.host_share else [None]
         for share in shares[: 1 if len(self.remedies) == 1 else None]:
             made = self.with_bytes(schedule.fit(memory, room, self.remedies, costs, share), made.options)

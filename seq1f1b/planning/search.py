@@ -1,212 +1,51 @@
-"""Search for the fastest plan that fits: order, number of segments, split, recomputation; reasons of plans left out."""
+"""Search for the fastest plan that fits: order, number of segments, split, recomputation; reasons of plans left out.
+
+Candidates are priced, the promising ones get an order, a simulation counts the seconds, and the best stay.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
+
+import numpy as np
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.candidates import Candidate, Pricing, RatedCandidate, Uncertain, group_lengths, of_shards
+from seq1f1b.planning.candidates import Candidate, Length, Rated, group_lengths, mean_of
+from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import families_named
+from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
+from seq1f1b.planning.result import GIB, PlanSearch, Uncertain
 from seq1f1b.schedule import Family, families
-from seq1f1b.table import rounded, table_text
+from seq1f1b.seconds import Span
+from seq1f1b.table import rounded
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 
-GIB = 1 << 30
 REMEDIES = ("recompute", "offload")
 """Ways of single units to make an order fit: arguments of :meth:`seq1f1b.Schedule.fit`."""
 VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders after 1; the optima of StateFlow's measurements lie between
 _FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
+STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for
-_MOST_OF_AUTO = 40_000  # units of all searched orders unless auto is asked for: a second or two
+_MOST_OF_AUTO = 25_000  # units of all searched orders unless auto is asked for: about a second
 _MOST_OF_ROUND = 350_000  # units, F and B, priced for each number of segments after the first numbers
-_MOST_UNCERTAIN = 40_000  # units of the best plans that are all simulated at the ends of each uncertain number
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
+_TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
+_MOST_UNITS = 10_000_000  # most units of one candidate, at about 300 bytes each
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
 }
 """Families that are tried by name alone, and why."""
-
-
-_MOVES = {  # by short name of the tier
-    "folder": "to a file, by Memory(offload=FOLDER) of the engine",
-    "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine",
-}
-
-
-@dataclass(frozen=True)
-class PlanSearch:
-    """Result of a search for plans.
-
-    Attributes:
-        plans: the best plans, fastest first; if times differ by less than 0.2 %, the plan with less memory comes first.
-        uncertain: uncertain numbers that change the best plan's step, largest change first.
-        fallen: reason for each family without a plan among the best.
-        num_candidates, num_simulated: number of candidates, and of simulated orders.
-        next_step: a line of advice on the next improvement.
-        device: bytes of memory of one device.
-        rates: origin of the seconds, in words.
-        tier: short name, in ``seq1f1b/where.py``, of the machine's tier for units.
-    """
-
-    plans: tuple[Plan, ...]
-    uncertain: tuple[Uncertain, ...]
-    fallen: Mapping[str, str]
-    num_candidates: int
-    num_simulated: int
-    next_step: str
-    device: float
-    rates: str
-    tier: str | None = None
-
-    def to_json(self) -> str:
-        """Returns all fields but the machine's, as JSON."""
-        plans = [{**json.loads(plan.to_json()), "margin": plan.margin} for plan in self.plans]
-        terms = [term._asdict() for term in self.uncertain]
-        return json.dumps(
-            {
-                "plans": plans,
-                "uncertain": terms,
-                "fallen": dict(self.fallen),
-                "candidates": self.num_candidates,
-                "simulated": self.num_simulated,
-                "next_step": self.next_step,
-            },
-            indent=1,
-        )
-
-    def to_text(self, model: str, *, verbose: bool = False) -> str:
-        """Returns a table of the plans, and details of the best plan. Times and rates have three digits.
-
-        Args:
-            model: the model's name.
-            verbose: adds the reason for each family left out.
-        """
-        first = self.plans[0]
-        lines = [
-            f"{model}, {_tokens(first)}, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
-            f"{self.rates}",
-            f"cap {first.cap / GIB:.1f} of {self.device / GIB:.1f} GiB; {self.num_candidates} candidates, "
-            f"{self.num_simulated} simulated",
-            "",
-            *table_text(self._rows()).splitlines(),
-            *_list("k", [self._legend()]),
-            "",
-            "GiB of each rank + what is left of the cap:",
-        ]
-        for number, plan in enumerate(self.plans, 1):
-            ranks = zip(plan.peak, plan.margin, strict=True)
-            lines += _list(f"{number:>2}", _runs(f"{peak / GIB:.1f}+{left / GIB:.1f}" for peak, left in ranks))
-        lines += [
-            "plan 1:",
-            *_list(
-                f"   GiB in the worst case of the estimate, {self._worst_case()}:",
-                _runs(f"{x / GIB:.1f}" for x in first.peak_high),
-            ),
-            *_list("   layers of each stage:", _runs(map(str, first.layout.layers or ()))),
-            *_list("   tokens of each segment:", map(str, first.segment_sizes)),
-        ]
-        for each in first.lengths:
-            lines.append(
-                f"   steps of {each.seq_len} tokens, {each.share:.1%}: {rounded(each.seconds)} s, "
-                f"{rounded(each.tokens_per_second)} tokens/s, {max(each.peak) / GIB:.1f} GiB, "
-                f"{each.tokens / each.seq_len:.1%} filled"
-            )
-            lines += _list("      tokens of each segment:", map(str, each.segment_sizes))
-        lines.append("   the least certain numbers, and what their ends add to the step:")
-        lines += [
-            f"      {term.name} {term.low:g}..{term.high:g}: "
-            f"{term.change_at_low:+.2g} s .. {term.change_at_high:+.2g} s"
-            for term in self.uncertain[:3]
-        ]
-        if any("L" in row for row in first.units):
-            lines += _list("units of plan 1 move:", [_MOVES[self.tier or "folder"]])
-        lines += _list("next:", [self.next_step])
-        if verbose:
-            lines += ["left out:", *(f"   {name}: {reason}" for name, reason in self.fallen.items())]
-        elif self.fallen:
-            kinds = Counter(reason.partition(":")[0] for reason in self.fallen.values())
-            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            lines.append(f"left out: {counts} (--verbose says why)")
-        return "\n".join(lines)
-
-    def _worst_case(self) -> str:
-        """Returns in words whether the worst case of the best plan fits."""
-        worst, cap = max(self.plans[0].peak_high), self.plans[0].cap
-        if worst <= cap:
-            return "within the cap"
-        return "above the device" if worst > self.device else "above the cap, within the device"
-
-    def _legend(self) -> str:
-        """Returns an explanation of the table's heads, for the columns present."""
-        says = ["segments of a sequence"]
-        if any(plan.stages_per_rank > 1 for plan in self.plans):
-            says.append("v stages of a rank")
-        if any(plan.mix != 1 for plan in self.plans):
-            says.append("mix 1 segments of equal time, 0 of equal length")
-        if any(plan.layout.vocabulary != "ends" for plan in self.plans):
-            says.append("vocab: embedding and head at the ends, or over the ranks")
-        return "; ".join([*says, "GiB of the fullest rank"])
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        """Returns the table's head and a row for each plan; a column with the usual value in all rows stays empty."""
-
-        def told(texts: Iterable[str], usual: str) -> list[str]:
-            found = list(texts)
-            return found if set(found) != {usual} else [""] * len(found)
-
-        plans = self.plans
-        columns = {
-            "   schedule": [f"{number:>2} {plan.schedule}" for number, plan in enumerate(plans, 1)],
-            "k": [str(plan.num_segments) for plan in plans],
-            "v": told((str(plan.stages_per_rank) for plan in plans), "1"),
-            "mix": told((f"{plan.mix:.2f}" for plan in plans), "1.00"),
-            "vocab": told((plan.layout.vocabulary for plan in plans), "ends"),
-            "recompute": told((_share(plan, "R") or plan.layout.inside for plan in plans), "none"),
-            "moved": [_share(plan, "L") for plan in plans],
-            "step s": [rounded(plan.seconds) for plan in plans],
-            "interval": [f"{rounded(plan.low)}..{rounded(plan.high)}" for plan in plans],
-            "bubble": [f"{plan.bubble:.1%}" for plan in plans],
-            "tokens/s": [rounded(plan.tokens_per_second) for plan in plans],
-            "GiB": [f"{max(plan.peak) / GIB:.1f}" for plan in plans],
-        }
-        return [tuple(columns), *zip(*columns.values(), strict=True)]
-
-
-def _list(head: str, items: Iterable[str]) -> list[str]:
-    """Returns the head and the items, in lines of at most 80 columns."""
-    return textwrap.wrap(f"{head} {', '.join(items)}", 80, subsequent_indent=" " * 6)
-
-
-def _runs(texts: Iterable[str]) -> list[str]:
-    """Returns the texts with equal neighbours joined: 2 x16, 1 x48."""
-    runs = ((text, len(list(run))) for text, run in itertools.groupby(texts))
-    return [text if count == 1 else f"{text} x{count}" for text, count in runs]
-
-
-def _share(plan: Plan, kind: str) -> str:
-    """Returns the share of units of a kind, as text; empty if the plan has no unit of the kind."""
-    kinds = "".join(plan.units).replace(" ", "")
-    return f"{kinds.count(kind) / len(kinds):.0%} of units" if kind in kinds else ""
-
-
-def _tokens(plan: Plan) -> str:
-    """Returns the lengths of the plan's sequences, as text."""
-    lengths = [each.seq_len for each in plan.lengths] or [plan.seq_len]
-    return f"{', '.join(map(str, lengths))} tokens"
 
 
 def memory_cap(hardware: Hardware, memory: int | None) -> int:
@@ -272,8 +111,7 @@ def search_plans(
         vocabulary: "ends": embedding and head in the first and the last stage; "ranks": shards on all ranks; "any": at
             the ends, and the best plans also with shards on all ranks.
         best, within: most plans to return, none slower than ``within`` times the fastest.
-        progress: called with a finished and a total number: of candidates, of splits of the best plans, of plans whose
-            uncertain numbers are tried.
+        progress: called with a finished and a total number: of candidates, of splits of the best plans.
     Raises:
         ValueError: a count out of range; or no plan fits: the message has the least possible bytes.
     """
@@ -284,8 +122,9 @@ def search_plans(
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
-    counts_of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
-    search = _Search(model, hardware, *counts_of_step, best=best, within=within, progress=progress)
+    of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
+    search = _Search(model, hardware, *of_step, best, within, progress)
+    balances = search.balances()  # raises unless model, layout and lengths are sound
     shortest = grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
@@ -305,7 +144,7 @@ def search_plans(
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
             if names or (k == 1) != family.has_segments
             for kind, way in ways
-            for balance in search.balances
+            for balance in balances
         ]
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
@@ -316,22 +155,18 @@ def search_plans(
         search.consider(search.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
     if not names:
         search.refine()
-    fitting = search.fitting
-    is_small = sum(found.units for found in fitting) <= _MOST_UNCERTAIN
-    terms: list[tuple[Uncertain, ...]] = []
-    for done, found in enumerate(fitting):
-        if progress is not None:
-            progress(done, len(fitting))
-        if done == 0 or is_small:
-            terms.append(search.uncertain(found))
-        else:  # assume changes in proportion to the best plan's
-            scale = found.seconds / fitting[0].seconds
-            terms.append(tuple(Uncertain(*each[:3], scale * each[3], scale * each[4]) for each in terms[0]))
-    plans = tuple(search.plan(found, moved) for found, moved in zip(fitting, terms, strict=True))
+    best_found, *_ = search.fitting
+    terms = best_found.uncertain(hardware)
+    # The terms are taken to be independent, and to change the other plans in proportion to their seconds.
+    faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in terms))
+    slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in terms))
+    shares = faster / best_found.seconds, slower / best_found.seconds
+    plans = tuple(found.plan(hardware, *shares) for found in search.fitting)
+    tried_names = [family.name for family in tries]
     return PlanSearch(
         plans,
-        terms[0],
-        search.fallen(tries, plans) if names else _OTHERS | search.fallen([*tries, *families_named(["auto"])], plans),
+        terms,
+        search.fallen(tried_names, plans) if names else _OTHERS | search.fallen([*tried_names, "auto"], plans),
         search.num_candidates,
         search.num_simulated,
         search.next_step(is_limited=segments is not None, names=names),
@@ -356,23 +191,156 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
     return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
-class _Search(Pricing):
+@dataclass(eq=False)
+class _Search:
     """Search that prices candidates, keeps the best, and chooses further candidates.
 
     Attributes:
+        lengths: lengths of the sequences, ascending.
+        cap: bytes that a plan may use of a device.
         fitting: the best candidates, fastest first: at most ``best``, none slower than ``within`` times the fastest.
         is_quick: whether an order of ``auto`` gets a single search, before ``refine``.
-        num_candidates: number of candidates so far.
+        num_candidates, num_simulated: number of candidates, and of simulated orders, so far.
     """
 
-    def __init__(self, *of_pricing: Any, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
-        super().__init__(*of_pricing)
-        self._best, self._within, self._progress = best, within, progress
-        self.fitting: list[RatedCandidate] = []
-        self.is_quick, self.num_candidates = False, 0
-        self._told: list[RatedCandidate] = []  # candidates with a bound, a size or seconds so far
+    model: ModelShape
+    hardware: Hardware
+    lengths: Sequence[Length]
+    num_ranks: int
+    num_microbatches: int
+    layout: Layout
+    optimizer_sync: bool
+    cap: int
+    best: int
+    within: float
+    progress: Callable[[int, int], None] | None
+    fitting: list[Rated] = field(default_factory=list)
+    is_quick: bool = False
+    num_candidates: int = 0
+    num_simulated: int = 0
+
+    def __post_init__(self) -> None:
+        self._told: list[Rated] = []  # candidates with a bound, a size or seconds so far
         self._broken: dict[str, dict[str, None]] = {}  # by family: rules broken by counts
         self._left_of_auto = _MOST_OF_AUTO
+        # Results shared by candidates. Orders are large, so only the last stay.
+        self.rule, self.cost, self.price = cache(self._rule), cache(self._cost), cache(self._price)
+        self.bound, self.look, self._made = cache(self._bound), cache(self._look), lru_cache(4)(self._make)
+        self.longest = self.lengths[-1].seq_len
+
+    # -- prices and bounds
+
+    def balances(self) -> tuple[int, ...]:
+        """Returns values of ``Candidate.balance`` to try: the longest sequence, the length on which a run spends most
+        of its time, and 0."""
+        seconds = []
+        for each in self.lengths:
+            cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, each.seq_len)
+            whole, counts = cost.span(0, cost.seq_len), cost.parts.counts.sum(0).tolist()
+            seconds.append(each.share * sum(n * cost.parts.layer(whole, kind).total for kind, n in enumerate(counts)))
+        return tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
+
+    def _rule(self, family: Family, v: int, k: int) -> str | None:
+        """Returns the rule of the family, or of the model's layers, broken by the counts; None if no rule is broken."""
+        if self.num_ranks * v > self.model.layers:
+            return f"P v <= {self.model.layers} layers"
+        if 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
+            return f"2 P v M k <= {_MOST_UNITS} units"
+        counts: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
+        return family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
+
+    def _cost(self, v: int, inside: str, balance: int, vocabulary: str, seq_len: int) -> CostModel:
+        layout = replace(self.layout, inside=inside, layers=None, vocabulary=vocabulary)
+        if balance:
+            layout = replace(layout, layers=self.cost(v, inside, 0, vocabulary, balance).balanced_layers())
+        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": seq_len}
+        return CostModel(self.model, self.hardware, layout=layout, **counts)
+
+    def _price(self, k: int, mix: float, *of_cost: Any) -> Price:
+        cost, step = self.cost(*of_cost), math.lcm(self.layout.tensor * self.layout.context, 128)
+        step = 1 if cost.seq_len < 8 * step * k else step
+        return cost.price(cost.split(k, mix=mix, multiple_of=step))
+
+    def _bound(self, price: Price, splits: bool) -> float:
+        """Returns a lower bound of the seconds of every order. splits: whether an order may split backwards.
+
+        A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
+        add to the work of a stage the first segment's way down to the stage and the way back up.
+        """
+        forward, inputs, weight, backward, _ = price.seconds
+        # Seconds of a backward, and the part of the seconds on the way up: a separate W is off the way.
+        way_up = backward
+        if splits:  # an order may split some backwards and run others whole
+            backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
+        optimizer, M = np.array(price.cost.optimizer_seconds()), self.num_microbatches
+        down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
+        shards = sum(table[0].sum() for table in price.shard_seconds.values())  # of a rank, in one micro-batch
+        mean = (down.sum() + back.sum() + optimizer.sum()) / self.num_ranks + M * shards
+        least = max(mean, (optimizer + down + back).max())
+        if self.optimizer_sync:
+            way = optimizer[0] + forward[:, 0].cumsum() - forward[:, 0] + way_up[:, 0].cumsum() - way_up[:, 0]
+            least = max(least, (way + down + up).max())
+        return float(least)
+
+    def _look(self, candidate: Candidate) -> Rated:
+        """Returns the prices and bounds of a candidate, without an order."""
+        family, v, k, mix, inside, balance, remedies, vocabulary = candidate
+        prices = [self.price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
+        bounds = [self.bound(price, family.splits_backward) for price in prices]
+        units = 2 * self.num_ranks * v * self.num_microbatches * k
+        steps = {"steps": STEPS[self.optimizer_sync], "optimizer_sync": self.optimizer_sync}
+        shares = [each.share for each in self.lengths]
+        orders = Orders(family, prices, self.num_microbatches, self.cap, remedies, shares, steps)
+        return Rated(candidate, self.lengths, orders, bounds, mean_of(self.lengths, bounds), units)
+
+    def fill_tokens(self) -> int:
+        """Returns the tokens of a segment that fills the device: at most twice a long segment's time per token."""
+        sizes = np.array([1 << i for i in range(5, 21)], float)
+        cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, self.longest)
+        span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
+        rates = cost.source.seconds(span).total[0] / sizes
+        return int(sizes[np.argmax(rates <= 2 * rates[-1])])
+
+    # -- orders and seconds
+
+    def _make(self, candidate: Candidate, is_quick: bool) -> BuiltOrder:
+        return self.look(candidate).orders._replace(is_quick=is_quick).made_for(self.cap)
+
+    def priced(self, known: Rated) -> Rated | None:
+        """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies."""
+        candidate, orders = known.candidate, known.orders._replace(is_quick=self.is_quick)
+        if candidate.is_searched:
+            choices = [orders.with_remedies(known.made)]
+        else:
+            made = self._made(candidate._replace(remedies=()), self.is_quick)
+            choices = [made]
+            if made.peak > self.cap:
+                schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
+                if schedule.places != made.schedule.places:
+                    choices.append(orders.with_bytes(schedule, made.options))
+            if candidate.remedies:
+                if made.peak <= self.cap:
+                    return None
+                choices = list(map(orders.fit, choices))
+        return min(
+            (self._simulated(replace(known, made=made)) for made in choices),
+            key=lambda each: (each.seconds, each.least),
+        )
+
+    def _simulated(self, found: Rated) -> Rated:
+        """Simulates the candidate's order if the order fits."""
+        made, prices = found.built, found.orders.prices
+        if made.peak > self.cap:
+            return replace(found, least=made.peak)
+        self.num_simulated += 1
+        runs = found.orders.run(made.schedule)
+        # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
+        found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
+        found.seconds = mean_of(self.lengths, found.periods)
+        work = [sum(run.busy) + sum(price.cost.optimizer_seconds()) for run, price in zip(runs, prices, strict=True)]
+        found.bubble = 1 - mean_of(self.lengths, work) / self.num_ranks / found.seconds
+        found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
+        return found
 
     # -- the loop
 
@@ -394,24 +362,24 @@ class _Search(Pricing):
     def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
         """Prices candidates in turn, until ``most_units`` units are priced."""
         for done, candidate in enumerate(tried):
-            if self._progress is not None:
-                self._progress(done, len(tried))
+            if self.progress is not None:
+                self.progress(done, len(tried))
             if most_units > 0:
                 most_units -= self._consider(self.look(candidate))
 
-    def _consider(self, known: RatedCandidate) -> int:
+    def _consider(self, known: Rated) -> int:
         """Prices a candidate unless a bound of time or memory rules it out; keeps the best. Returns priced units."""
         fitting, remedies = self.fitting, known.candidate.remedies
-        limit = self._within * fitting[0].seconds if fitting else math.inf
-        if len(fitting) >= self._best:
+        limit = self.within * fitting[0].seconds if fitting else math.inf
+        if len(fitting) >= self.best:
             limit = min(limit, fitting[-1].seconds)
         if known.bound >= limit:
             self._told.append(known)
             return 0
-        if fitting and not remedies and (least := known.prices[-1].least_bytes()) > self.cap:
+        if fitting and not remedies and (least := known.orders.price.least_bytes()) > self.cap:
             self._told.append(replace(known, least=math.ceil(least)))
             return 0
-        found = self.priced(known, is_quick=self.is_quick)
+        found = self.priced(known)
         if found is None:
             return known.units  # remedies are not needed: a candidate without remedies fits, too
         self._told.append(found)
@@ -420,7 +388,7 @@ class _Search(Pricing):
         alike = [other for other in fitting if other.is_alike(found)]
         if all(other.sort_key > found.sort_key for other in alike):  # else another split or family's name is as good
             kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
-            self.fitting = [each for each in kept[: self._best] if each.seconds <= self._within * kept[0].seconds]
+            self.fitting = [each for each in kept[: self.best] if each.seconds <= self.within * kept[0].seconds]
         return known.units
 
     # -- what to try
@@ -454,10 +422,10 @@ class _Search(Pricing):
             numbers = [(each.candidate, k * each.candidate.num_segments // 4) for each in self.fitting for k in (3, 6)]
             between = [each._replace(num_segments=k) for each, k in numbers if 4 < k <= most]
             self.consider(self.allowed(between), _MOST_OF_ROUND // 2)
-        self.consider(_mixed(self.fitting, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
+        self.consider(self._mixed(self.best, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
         for finer in _FINER if shortest else ():
             mix = self.fitting[0].candidate.mix
-            self.consider(_mixed(self.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
+            self.consider(self._mixed(1, (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
 
     def _goes_on(self, k: int) -> bool:
         """Returns whether more than k segments may help: no candidate fits, or k segments beat fewer segments."""
@@ -471,7 +439,7 @@ class _Search(Pricing):
     def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates, fastest expected seconds first: the bound, times a root of the ratio to the bound, or
         to the cap, of an equal candidate with other segments. More segments come nearer to the bound and need less."""
-        found: dict[Candidate, RatedCandidate] = {}  # the fastest for other segments, or the last too large
+        found: dict[Candidate, Rated] = {}  # the fastest for other segments, or the last too large
         for told in self._told:
             of = told.candidate._replace(num_segments=0, mix=1.0)
             known = found.get(of)
@@ -486,6 +454,11 @@ class _Search(Pricing):
             return bound * math.sqrt(math.sqrt(max(1.0, told.seconds / of_told)))
 
         return sorted(candidates, key=expected)
+
+    def _mixed(self, most: int, mixes: Sequence[float]) -> list[Candidate]:
+        """Returns the best ``most`` candidates with splits of the given mixes."""
+        cut = [each.candidate for each in self.fitting[:most] if each.candidate.num_segments > 1]
+        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
 
     def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
         """Returns up to ``most`` changed candidates of the best plans that may gain; units of ``auto`` are limited."""
@@ -503,42 +476,33 @@ class _Search(Pricing):
 
     def refine(self) -> None:
         """Replaces the best order of ``auto`` by the result of a longer search, if faster."""
+        self.is_quick = False
         made = next((i for i, each in enumerate(self.fitting) if each.candidate.family.name == "auto"), None)
         if made is not None:
-            again = [self.fitting[made], self.priced(self.look(self.fitting[made].candidate))]
-            self.fitting[made] = min((each for each in again if each is not None), key=lambda each: each.seconds)
+            first = self.fitting[made]
+            again = self.priced(replace(self.look(first.candidate), made=first.made))
+            self.fitting[made] = min((each for each in (first, again) if each), key=lambda each: each.seconds)
             self.fitting.sort(key=lambda each: each.sort_key)
 
     # -- what is told
 
-    def _share_again(self, found: RatedCandidate) -> float:
-        """Returns the share of the step in which ranks recompute, or wait for the tier."""
-        kept = []
-        for price in self.look(found.candidate._replace(inside="none")).prices:
-            forward, inputs, weight, backward, _ = (float(table.sum()) for table in price.seconds)
-            each: float = forward + (inputs + weight if "W" in found.made.schedule.kinds else backward)
-            each += self.num_ranks * of_shards(price)
-            kept.append((self.num_microbatches * each + sum(price.cost.optimizer_seconds())) / self.num_ranks)
-        return max(0.0, 1 - found.bubble - self.mean(kept) / found.seconds)
-
     def next_step(self, is_limited: bool, names: Sequence[str] | None) -> str:
-        """Returns advice on the next improvement, from the largest loss of the best plan's time."""
+        """Returns advice on the next improvement of the best plan."""
         best = self.fitting[0]
-        again, k = self._share_again(best), best.candidate.num_segments
-        if again > max(best.bubble, 0.02):
-            way = "more ranks, or a higher context degree, leave room to keep it"
-            return f"{again:.0%} of the step is computed twice: {way}"
+        k, kinds = best.candidate.num_segments, best.built.schedule.kinds
+        told = f"{best.bubble:.1%} of the step is bubble"
         if best.bubble < 0.03:
-            way = "more ranks or a higher context degree share it"
-            return f"{best.bubble:.1%} of the step is bubble, the rest is work: {way}"
+            computes_again = " and memory for what is computed twice" * (
+                best.candidate.inside != "none" or "R" in kinds
+            )
+            return f"{told}, the rest is work: more ranks or a higher context degree share it{computes_again}"
         ways = []
         if is_limited:
             ways.append(f"segments beyond {k}" if k > 1 else "segments")
         if names:
             ways.append("another family (--schedules, the default tries all)")
-        tokens = self.longest // k
-        ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
-        return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
+        ways.append(f"more micro-batches in a step ({k} segments have {self.longest // k} tokens)")
+        return f"{told}: {', or '.join(ways)}"
 
     def _explain_nothing(self) -> str:
         if not self._told:
@@ -550,32 +514,19 @@ class _Search(Pricing):
             f"{least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
         )
 
-    def fallen(self, tries: Sequence[Family], plans: Sequence[Plan]) -> dict[str, str]:
+    def fallen(self, names: Iterable[str], plans: Sequence[Plan]) -> dict[str, str]:
         """Returns why families are not among the plans, by family: a kind of reason, a colon, and numbers."""
-        shown, reasons = {plan.schedule for plan in plans}, dict[str, str]()
-        for name in (family.name for family in tries if family.name not in shown):
+        reasons = dict[str, str]()
+        for name in (each for each in names if each not in {plan.schedule for plan in plans}):
             own = [told for told in self._told if told.candidate.family.name == name]
+            known = [told.seconds if told.periods else told.bound for told in own if not told.least]
             large = min((told for told in own if told.least), key=lambda told: told.least, default=None)
-            slow = min(
-                ((not told.periods, told.seconds if told.periods else told.bound) for told in own if not told.least),
-                default=None,
-            )
-            found = []
-            if slow is not None:
-                texts = [rounded(x, 4) for x in (slow[1], plans[-1].seconds)]
-                kind, least = "as fast" if texts[0] == texts[1] else "slower", "at least " * slow[0]
-                found.append(f"{kind}: {least}{texts[0]} s against {texts[1]} s")
-            if large is not None:
-                found.append(f"too large: at least {large.least / GIB:.1f} GiB ({large.candidate.counts})")
-            if not found and name in self._broken:
-                found.append(f"cannot be built: needs {', and '.join(self._broken[name])}")
-            if not found and name == "auto":
-                found.append(f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units")
-            reasons[name] = "; or ".join(found or ["not tried: no number of segments is left to it"])
+            if known:
+                reasons[name] = f"slower: at least {rounded(min(known), 4)} s against {rounded(plans[-1].seconds, 4)} s"
+            elif large is not None:
+                reasons[name] = f"too large: at least {large.least / GIB:.1f} GiB ({large.candidate.counts})"
+            elif name in self._broken:
+                reasons[name] = f"cannot be built: needs {', and '.join(self._broken[name])}"
+            else:
+                reasons[name] = f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units"
         return reasons
-
-
-def _mixed(found: Sequence[RatedCandidate], mixes: Sequence[float]) -> list[Candidate]:
-    """Returns the found candidates with splits of the given mixes."""
-    cut = [each.candidate for each in found if each.candidate.num_segments > 1]
-    return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]

@@ -13,7 +13,7 @@ from seq1f1b.schedule import Schedule, Unit
 __all__ = ["CAUSES", "Idle", "StepTimes", "advice", "ideal_text", "idle_of_ranks", "mean_idle"]
 
 _LITTLE = 0.05  # share of the ranks' time: less idle time is not worth advice
-_GAIN = 0.03  # share of the step: moves of layers must gain more, because units vary as much from step to step
+_GAIN = 0.03  # share of a stage: moves of layers must gain more, because units vary as much from step to step
 
 
 @dataclass(frozen=True)
@@ -195,76 +195,32 @@ def _of_order(times: StepTimes) -> str:
 
 
 def _of_stages(times: StepTimes) -> str:
-    """Returns advice for unequal stages, with a move of layers.
+    """Returns advice for unequal stages: a move of whole layers that makes the slower of two stages faster.
 
-    A simulation predicts the gain: the step's order and units, longer on one stage and shorter on another.
+    The quickest layer of any stage counts for a layer, because the ends of the model have other work beside layers.
     """
-    seconds = times.totals("stage")
+    seconds, layers = times.totals("stage"), times.layers
     last = len(seconds) - 1
     slow, quick = seconds.index(max(seconds)), seconds.index(min(seconds))
     loss = ", which also runs the loss," if slow == last else ""
     what = f"stage {slow}{loss} takes {seconds[slow] * len(seconds) / sum(seconds):.2f} times the mean stage"
     spread = 'spread the output head over the ranks (vocabulary="ranks", VocabularyParallelHead)'
-    has_head = "S" not in times.schedule.kinds
-    layer = _layer_seconds(times, seconds, slow)
-    if layer is None:
+    has_head = slow == last and "S" not in times.schedule.kinds
+    if not layers or not layers[slow]:
         share = f"{1 - seconds[quick] / seconds[slow]:.0%} of its time"
-        head = f", or {spread} if the loss takes more than that" if slow == last and has_head else ""
+        head = f", or {spread} if the loss takes more than that" * has_head
         return f"{what}: move layers from stage {slow} to stage {quick}, if one takes less than {share}{head}"
-    number, stage, gain = _best_move(times, seconds, slow, layer)
-    if gain > _GAIN:
-        layers = "1 layer" if number == 1 else f"{number} layers"
-        return (
-            f"{what}: move {layers} of {times.layers[slow]} from stage {slow} to stage {stage}, and the step takes "
-            f"{gain:.0%} less, by its own units"
-        )
+    layer = min(each / count for each, count in zip(seconds, layers, strict=True) if count)
+    number = max(1, math.ceil((seconds[slow] - seconds[quick]) / layer / 2 - 0.5))
+    after = max(seconds[slow] - number * layer, seconds[quick] + number * layer)
+    if number < layers[slow] and after < (1 - _GAIN) * seconds[slow]:
+        moved = "1 layer" if number == 1 else f"{number} layers"
+        return f"{what}: move {moved} of {layers[slow]} from stage {slow} to stage {quick}"
     found = f"{what}, and no split of whole layers is better, as one layer is {layer / seconds[slow]:.0%} of that stage"
-    rest = seconds[last] - times.layers[last] * layer
-    everywhere = {stage: rest / len(seconds) for stage in range(last)} | {last: rest / len(seconds) - rest}
-    if slow == last and has_head and _saved(times, seconds, everywhere) > _GAIN:
+    rest = seconds[last] - layers[last] * layer
+    if has_head and rest * last / len(seconds) > _GAIN * seconds[slow]:
         return f"{found}; what is no layer there takes as long as {rest / layer:.1f} of them: {spread}"
     return found
-
-
-def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float | None:
-    """Returns seconds of one layer of the slow stage; None if its number of layers is unknown.
-
-    The last stage also runs the loss, so a layer there counts at most as long as other stages' layers.
-    """
-    if not times.layers or not times.layers[slow]:
-        return None
-    if slow < len(seconds) - 1:
-        return seconds[slow] / times.layers[slow]
-    others = [each / layers for each, layers in zip(seconds[:slow], times.layers, strict=False) if layers]
-    return min(*others, seconds[slow] / times.layers[slow]) if others else None
-
-
-def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) -> tuple[int, int, float]:
-    """Returns the best move of layers off the slow stage: number, other stage, and saved share of the step."""
-
-    def saved(number: int, stage: int) -> float:
-        return _saved(times, seconds, {slow: -number * layer, stage: number * layer})
-
-    others = sorted((stage for stage in range(len(seconds)) if stage != slow), key=seconds.__getitem__)
-    if times.layers[slow] == 1:  # a stage keeps at least one layer
-        return 0, slow, 0.0
-    gains = [saved(1, stage) for stage in others]
-    most, number = max(gains, default=0.0), 1
-    stage = others[gains.index(most)] if others else slow
-    while number + 1 < times.layers[slow] and (gain := saved(number + 1, stage)) > most:
-        most, number = gain, number + 1
-    return number, stage, most
-
-
-def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> float:
-    """Returns the saved share of the step if stages take ``more`` seconds, spread evenly over each stage's units."""
-    factors = {stage: 1 + more.get(stage, 0.0) / each if each > 0 else 1.0 for stage, each in enumerate(seconds)}
-    durations = [
-        [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]
-        for order, track in zip(times.schedule.ranks, times.units, strict=True)
-    ]
-    after, before = (times.schedule.simulate(durations=each).makespan for each in (durations, times.units))
-    return 1 - after / before
 
 
 def _of_segments(times: StepTimes) -> str:

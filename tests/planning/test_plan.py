@@ -64,12 +64,12 @@ def check_price(plan, machine=MACHINE):
 
 def test_the_best_is_the_best_of_all():
     """With nothing left out, the order of the plans is that of the public simulator; with a few asked for, what was
-    not simulated could not have been among them. Progress is told of candidates, splits, vocabulary and terms."""
+    not simulated could not have been among them. Progress is told of candidates, splits and vocabulary."""
     calls = []
     given = {"best": 10_000, "within": 1e9, "progress": lambda done, total: calls.append((done, total))}
     everything = find(**SOME, **given).plans
     ends = [i + 1 for i, (done, total) in enumerate(calls) if done + 1 == total]
-    assert len(ends) == 4 and ends[-1] == len(calls)
+    assert len(ends) == 3 and ends[-1] == len(calls)
     for begin, end in zip((0, *ends), ends, strict=False):
         assert calls[begin:end] == [(done, end - begin) for done in range(end - begin)]
     for plan in everything:
@@ -140,7 +140,7 @@ def test_the_search_goes_on_where_more_segments_help():
     assert 2**19 // free.plans[0].num_segments >= 256 and free.plans[0].seconds < 0.9 * named.plans[0].seconds
     assert "segments beyond 16" in named.next_step and "segments beyond" not in free.next_step
     text = " ".join(named.to_text("long").split())
-    assert f"next: {named.next_step}" in text and "k segments of a sequence; GiB of the fullest rank" in text
+    assert f"next: {named.next_step}" in text and "GiB of the fullest rank" in text
 
 
 def test_a_vocabulary_over_the_ranks_evens_out_the_head():
@@ -161,7 +161,7 @@ def test_a_vocabulary_over_the_ranks_evens_out_the_head():
     wholes = [sum(model.parts.stage_parameters) for model in (cost, head)]
     assert wholes[0] == pytest.approx(wholes[1])
     [only] = search_plans(LONG, machine, **LONG_COUNTS, **some, best=2, vocabulary="ends").plans
-    assert only == ends
+    assert only.low < ends.seconds < only.high and only == replace(ends, low=only.low, high=only.high)
     [asked] = search_plans(LONG, machine, **LONG_COUNTS, **some, best=2, vocabulary="ranks").plans
     assert asked == spread
 
@@ -483,7 +483,7 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     assert main([*ASKED, *SEQ, *few, "--best", "1", "--output", str(file), "--verbose"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, assumed rates\ncap 40.0 of 80.0 GiB")
-    assert "GiB in the worst case of the estimate, within the cap" in text
+    assert "GiB in the worst case of the estimate: " in text
     call = f"seq1f1b.PipelineEngine(stage, schedule={str(file)!r}, ...)"
     assert text.endswith(f"plan 1 is in {file}: {call} runs it\n")
     assert "\n   hanayo: cannot be built: needs v = 2 w" in text

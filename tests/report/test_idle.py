@@ -126,20 +126,20 @@ MOVES = {
 
 @pytest.mark.parametrize(("layers", "options", "said"), MOVES.values(), ids=MOVES)
 def test_a_move_of_layers_is_named_only_if_it_helps(layers, options, said):
-    """And what is named helps: the step after the move is shorter by what was said, and nobody moves a layer back."""
+    """What is named helps: the step after the move is shorter, and nobody moves a layer back."""
     before = step_of_layers(layers, **options)
     found = of_stages(before)
     assert said in found
-    moved = re.search(r"move (\d+) layers? of \d+ from stage (\d) to stage (\d), and the step takes (\d+)% less", found)
-    assert (moved is None) == ("move" not in found or "if one takes" in found)
+    moved = re.search(r"move (\d+) layers? of \d+ from stage (\d) to stage (\d)$", found)
+    assert (moved is None) == ("move" not in found)
     if moved is None:
         return
-    number, source, destination, percent = map(int, moved.groups())
+    number, source, destination = map(int, moved.groups())
     layers = list(layers)
     layers[source] -= number
     layers[destination] += number
     after = step_of_layers(layers, **options)
-    assert 1 - after.makespan / before.makespan == pytest.approx(percent / 100, abs=0.02)
+    assert after.makespan < before.makespan
     assert f"from stage {destination} to stage {source}" not in of_stages(after)
 
 
