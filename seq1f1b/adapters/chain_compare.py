@@ -69,8 +69,8 @@ def compare(
         except RefusedCode:
             raise
         except Exception as error:  # raised by the model
-            if mode == _AUTOCAST:  # not every model runs in bfloat16
-                break
+            if mode != _TRAINING:  # not every model runs in bfloat16, or without gradients
+                continue
             why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
             if sample is not None:
                 raise ValueError(why) from error

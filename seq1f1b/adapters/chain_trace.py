@@ -116,9 +116,10 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, model: nn.Module, inside: set[nn.Module]) -> None:
-        super().__init__(autowrap_modules=(math,), autowrap_functions=(*_TAKE_SIZES, checkpoint))
+        super().__init__(autowrap_modules=(math,), autowrap_functions=_TAKE_SIZES)
         skipped = ("torch.", "seq1f1b.")  # fx records calls of these functions by any imported name in other modules
         self._autowrap_search += [own for name, own in list(sys.modules.items()) if not name.startswith(skipped)]
+        self._autowrap_search.append(torch.utils.checkpoint)
         self._inside, self._whose = inside, f"forward of {type(model).__name__}"
         self.constants: dict[str, Tensor] = {}
         self._all_names: dict[nn.Module, list[str]] = {}
@@ -173,11 +174,13 @@ class Tracer(fx.Tracer):
             def record(*args: Any, **kwargs: Any) -> Any:
                 if threading.get_ident() != this_thread:
                     return function(*args, **kwargs)
+                if function is checkpoint:
+                    raise self.refuse("no stage would recompute by torch.utils.checkpoint: call that in a block")
                 return self.create_proxy("call_function", function, args, kwargs)
 
             return record
 
-        recorders = {id(function): recorder(function) for function in _OURS}
+        recorders = {id(function): recorder(function) for function in (*_OURS, checkpoint)}
         places = [vars(own) for own in self._autowrap_search]
         found = [(names, n, f) for names in places for n, f in list(names.items()) if id(f) in recorders]
         for names, name, function in found:
@@ -205,9 +208,7 @@ class Tracer(fx.Tracer):
         return module not in self._inside
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a node; raises RefusedCode for a draw that each segment would repeat, and for a checkpoint."""
-        if args[1] is checkpoint:
-            raise self.refuse("no stage would recompute by torch.utils.checkpoint: call that in a block")
+        """Adds a node; raises RefusedCode for a draw that each segment would repeat."""
         if args[0] == "call_method" and args[1] in _DRAWS:
             raise self.refuse(_DRAWN.format(args[1]))
         return super().create_node(*args, **kwargs)

@@ -88,7 +88,7 @@ def checkpointed(self: Any, tokens: Tensor) -> Tensor:
 def checkpointed_reentrant(self: Any, tokens: Tensor) -> Tensor:
     x = self.embedding(tokens)
     for block in self.blocks:
-        x = x + checkpoint(block, x, use_reentrant=True)
+        x = x + torch.utils.checkpoint.checkpoint(lambda x, block=block: block(x), x, use_reentrant=True)
     return self.head(x)
 
 
