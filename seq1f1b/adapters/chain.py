@@ -13,9 +13,8 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
-from seq1f1b.adapters.chain_checks import constants_of, is_size
 from seq1f1b.adapters.chain_compare import Composite, compare
-from seq1f1b.adapters.chain_trace import Tracer, trace
+from seq1f1b.adapters.chain_trace import Tracer, constants_of, is_size, trace
 from seq1f1b.engine.copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
@@ -63,11 +62,11 @@ def split(
     tied: each stage gets a copy, and the engine keeps the copies equal. The stages share everything else with the
     model. The model may be on the meta device.
 
-    ``split`` refuses code that a trace does not record: contexts like ``torch.no_grad`` or autocast, checkpoints,
-    hooks, Python's random numbers, control flow on values. Stages keep the Python values that forward read at the cut,
-    like ``self.scale``. ``split`` then runs the stages in a row and compares them with the model: outputs, gradients
-    and buffers, in training and in evaluation mode, with the random numbers of one seed. The comparison leaves the
-    model unchanged.
+    ``split`` refuses code that a trace does not record: checkpoints, hooks, Python's random numbers, control flow on
+    values. Stages keep the Python values that forward read at the cut, like ``self.scale``. ``split`` then runs the
+    stages in a row and compares them with the model: outputs, gradients and buffers, in training, in evaluation and
+    under autocast, with the random numbers of one seed. The comparison finds contexts like ``torch.no_grad`` around a
+    block, and leaves the model unchanged. A context that changes no value has no effect in the stages.
 
     Args:
         model: the first stage takes the arguments of forward without a default. Arguments with a default are keyword

@@ -1,4 +1,7 @@
-"""Compares the stages of a cut, run in a row, with the model: outputs, gradients and buffers, on a few tokens."""
+"""Compares the stages of a cut, run in a row, with the model: outputs, gradients and buffers, on a few tokens.
+
+The runs are in training, in evaluation without gradients, and under autocast, because forward may ask for each mode.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from seq1f1b.nested import distance, norm
 __all__ = ["Composite", "compare"]
 
 _BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
+_TRAINING, _AUTOCAST = "training mode", "evaluation mode under autocast"
+_MODES = (_TRAINING, "evaluation mode without gradients", _AUTOCAST)
 _ROUNDINGS = 8  # tolerance for sums in another order, in units in the last place
 
 
@@ -57,19 +62,21 @@ def compare(
     why = "its arguments are unknown" if arguments is None else ""
     given = {node.target: arguments[node.target] for node in known if arguments and node.target in arguments}
     needed = [given.pop(node.target) for node in known if node.target in given and not node.args]
-    for is_training in () if why else (True, False):
-        where = f"{text}, in {'training' if is_training else 'evaluation'} mode"
+    for mode in () if why else _MODES:
+        where = f"{text}, in {mode}"
         try:
-            whole = _run(model, [model], needed, given, [()], is_training)
+            whole = _run(model, [model], needed, given, [()], mode)
         except RefusedCode:
             raise
         except Exception as error:  # raised by the model
+            if mode != _TRAINING:  # not every model runs in bfloat16, or without gradients
+                continue
             why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
             if sample is not None:
                 raise ValueError(why) from error
             break
         try:
-            stages = _run(model, parts, needed, given, handed_on, is_training)
+            stages = _run(model, parts, needed, given, handed_on, mode)
         except RefusedCode:
             raise
         except Exception as error:
@@ -80,8 +87,9 @@ def compare(
         if difference:
             raise RefusedCode(
                 f"the stages of {whose} do not compute what it does, on {where}: {difference}. Outside of its "
-                "blocks, forward does what a trace does not record: it reads a value that changes, swaps a "
-                "function or a tensor, changes a buffer, or stops gradients. Move that into a block"
+                "blocks, forward does what a trace does not record: it asks for a mode or a value that changes, runs "
+                "under a context as torch.no_grad, swaps a function, changes a buffer, or stops gradients. Move that "
+                "into a block"
             )
     if why:
         warnings.warn(
@@ -140,14 +148,14 @@ def _run(
     values: Sequence[Any],
     kwargs: Mapping[str, Any],
     handed_on: Sequence[Sequence[str]],
-    is_training: bool,
+    mode: str,
 ) -> _Run:
-    """Runs the parts forward in a row, then backward from fixed gradients of the outputs; restores all state.
+    """Runs the parts forward in a row; in training also backward, from fixed gradients. Restores all state.
 
     Args:
         handed_on: names of the values that each part hands on.
     """
-    whose = type(model).__name__
+    whose, is_training = type(model).__name__, mode == _TRAINING
     parameters = list({id(p): p for whole in (model, *parts) for p in whole.parameters() if p.is_leaf}.values())
     names = {id(p): name for name, p in model.named_parameters()}
     names |= {id(p): n for part in parts for n, p in getattr(part, "tied_parameters", {}).items()}
@@ -155,7 +163,9 @@ def _run(
         device = next((p.device for p in parameters), torch.device("cpu"))
         stack.callback(RandomState(device).restore)
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(is_training))
+        if mode == _AUTOCAST:
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         stack.enter_context(uncompiled())
         stack.enter_context(keep_state((model, *parts), None, parameters=False))
         stack.enter_context(without_hooks(parameters))
@@ -174,7 +184,7 @@ def _run(
                         "would change its own. Use a module of its own in each stage, or one without statistics "
                         "(track_running_stats=False)"
                     )
-            torch.set_grad_enabled(True)
+            torch.set_grad_enabled(is_training)
             held = {id(p) for p in part.parameters()}
             with _unreadable([p for p in parameters if id(p) not in held]):
                 output = part(*values, **kwargs)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import inplace_methods
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b.adapters.chain_checks import check_lengths, has_effect
 from seq1f1b.attention import carry, causal, packing, ulysses
 from seq1f1b.engine.model_state import RandomState, attributes_of, first_changed, put_back
 
-__all__ = ["RefusedCode", "Tracer", "trace"]
+__all__ = ["RefusedCode", "Tracer", "constants_of", "has_effect", "is_size", "trace"]
 
 _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -34,43 +36,24 @@ class RefusedCode(ValueError):
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
-    """Traces forward, entering only the modules that contain a named module.
-
-    A second trace, in evaluation mode, without gradients and under autocast, must give the same graph.
-    """
-    whose = f"forward of {type(model).__name__}"
+    """Traces forward in training mode, entering only the modules that contain a named module."""
     inside = {model: ""}
     for name in names:
         path = name.split(".")
         inside |= {model.get_submodule(".".join(path[:i])): ".".join(path[:i]) for i in range(1, len(path))}
     _check_entered(inside)
+    tracer = Tracer(model, set(inside))
     modes = [(module, module.training) for module in model.modules()]
-
-    def once(is_usual: bool) -> Tracer:
-        tracer = Tracer(model, set(inside), whose)
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad() if is_usual else torch.inference_mode())
-            for device in () if is_usual else ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-                stack.enter_context(torch.autocast(device))
-            try:
-                for module, _ in modes:
-                    module.training = is_usual
-                tracer.run(model)
-                return tracer
-            finally:
-                for module, mode in modes:
-                    module.training = mode
-
-    first, other = once(True), once(False)
-    if str(first.graph) != str(other.graph):
-        raise RefusedCode(
-            f"{whose} differs between training and evaluation (self.training, or F.dropout), with and without "
-            "gradients (torch.is_grad_enabled()), under autocast, or between calls: put what differs into a module of "
-            "its own, as nn.Dropout"
-        )
-    check_lengths(model, first.graph)
-    _leave_losses_out(first.graph)
-    return first
+    try:
+        for module, _ in modes:
+            module.training = True
+        with torch.enable_grad():
+            tracer.run(model)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    _leave_losses_out(tracer.graph)
+    return tracer
 
 
 def _leave_losses_out(graph: fx.Graph) -> None:
@@ -111,6 +94,10 @@ def _check_entered(inside: Mapping[nn.Module, str]) -> None:
             raise RefusedCode(f"{where} has hooks, which no stage would run ({hooks}): put them on its blocks")
         if "forward" in vars(module):
             raise RefusedCode(f"{where} has a forward that was set on the instance: define it in the class")
+        if "token_offset" in inspect.unwrap(type(module).forward).__code__.co_names:
+            raise RefusedCode(
+                f"forward of {where} cannot be cut: it uses token_offset(), a number of the segment: use positions(x)"
+            )
         kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
         if not name and kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
             raise RefusedCode(f"forward of {where} takes *args or **kwargs: name its arguments")
@@ -122,17 +109,18 @@ def _check_entered(inside: Mapping[nn.Module, str]) -> None:
 class Tracer(fx.Tracer):
     """A tracer of ``inside`` modules; all others stay whole. A module with several names gets the next at each call.
 
-    Args:
-        whose: "forward of <class>", for messages.
     Attributes:
         constants: tensors that belong to no module, keyed by name in the graph.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, inside: set[nn.Module], whose: str) -> None:
-        super().__init__(autowrap_modules=(math,))
-        self._inside, self._whose = inside, whose
+    def __init__(self, model: nn.Module, inside: set[nn.Module]) -> None:
+        super().__init__(autowrap_modules=(math,), autowrap_functions=_TAKE_SIZES)
+        skipped = ("torch.", "seq1f1b.")  # fx records calls of these functions by any imported name in other modules
+        self._autowrap_search += [own for name, own in list(sys.modules.items()) if not name.startswith(skipped)]
+        self._autowrap_search.append(torch.utils.checkpoint)
+        self._inside, self._whose = inside, f"forward of {type(model).__name__}"
         self.constants: dict[str, Tensor] = {}
         self._all_names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -141,11 +129,12 @@ class Tracer(fx.Tracer):
 
     def run(self, model: nn.Module) -> None:
         """Traces forward and restores attributes, random state and torch's global settings."""
-        attributes, self._random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
-        self._start = _surroundings()
+        attributes, random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
+        settings = _settings()
         try:
-            with _Recording(self), _recorded(self, self._inside):
+            with _Recording(self), self._ours_recorded():
                 self.trace(model)
+            left, draws = _settings() != settings, not random.is_current()
         except RefusedCode:
             raise
         except Exception as error:  # forward may fail in any way on a value without contents
@@ -157,15 +146,50 @@ class Tracer(fx.Tracer):
         finally:
             changed = first_changed(attributes)
             put_back(attributes)
-            self._random.restore()
-            torch.set_default_dtype(self._start[_DTYPE])
-            torch.set_deterministic_debug_mode(self._start[_DETERMINISTIC])
+            random.restore()
+            torch.set_default_dtype(settings[0])
+            torch.set_deterministic_debug_mode(settings[1])
+        if left:
+            raise self.refuse(
+                "it changes torch's default dtype, deterministic or gradient mode: do that outside of forward"
+            )
+        if draws:
+            raise self.refuse(
+                "it draws random numbers in Python, once for all calls, or changes the state of a generator: do "
+                "that in a block, or draw by torch's functions of a tensor, as torch.rand_like(x)"
+            )
         if changed is not None:
             module, name = changed
             raise self.refuse(
                 f"it changes {name!r} of {type(module).__name__} in each call, which no stage would do: move that into "
                 "a block, or make it a buffer"
             )
+
+    @contextmanager
+    def _ours_recorded(self) -> Iterator[None]:
+        """Records this thread's calls of seq1f1b's operations, also with no traced value: ``carry_in(0, constant)``."""
+        this_thread = threading.get_ident()
+
+        def recorder(function: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != this_thread:
+                    return function(*args, **kwargs)
+                if function is checkpoint:
+                    raise self.refuse("no stage would recompute by torch.utils.checkpoint: call that in a block")
+                return self.create_proxy("call_function", function, args, kwargs)
+
+            return record
+
+        recorders = {id(function): recorder(function) for function in (*_OURS, checkpoint)}
+        places = [vars(own) for own in self._autowrap_search]
+        found = [(names, n, f) for names in places for n, f in list(names.items()) if id(f) in recorders]
+        for names, name, function in found:
+            names[name] = recorders[id(function)]
+        try:
+            yield
+        finally:
+            for names, name, function in found:
+                names[name] = function
 
     def refuse(self, what: str) -> RefusedCode:
         """Returns an error to raise."""
@@ -184,17 +208,7 @@ class Tracer(fx.Tracer):
         return module not in self._inside
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a node; raises RefusedCode if torch's state has changed since forward began, as no stage would."""
-        with torch._C.DisableTorchFunction():
-            now = _surroundings()
-            changed = next((name for name, value in now.items() if value != self._start[name]), None)
-            if changed is not None:
-                raise self.refuse(f"what runs under {changed} would run without it in a stage: move it into a block")
-            if not self._random.is_current():
-                raise self.refuse(
-                    "it draws random numbers in Python, once for all calls, or changes the state of a generator: do "
-                    "that in a block, or draw by torch's functions of a tensor, as torch.rand_like(x)"
-                )
+        """Adds a node; raises RefusedCode for a draw that each segment would repeat."""
         if args[0] == "call_method" and args[1] in _DRAWS:
             raise self.refuse(_DRAWN.format(args[1]))
         return super().create_node(*args, **kwargs)
@@ -248,67 +262,68 @@ _FACTORIES = frozenset(_device_constructors())  # functions that make tensors fr
 _TAKE_SIZES = (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn)
 _OURS = (
     *(causal.positions, causal.causal_attention, packing.document_starts, ulysses.ulysses_attention),
-    *(carry.carry_in, carry.carry_out, carry.add_loss, causal.token_offset),
+    *(carry.carry_in, carry.carry_out, carry.add_loss),
 )
 for _function in _OURS:
     getattr(seq1f1b, _function.__name__)  # a lazy name of the package exists after the first use
 
 
-@contextmanager
-def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
-    """Records this thread's calls of seq1f1b's operations inside the ``with`` block, under any imported name.
-
-    Also records ``torch.zeros(length, 4)`` and similar calls: torch parses the sizes before a mode sees the call.
-    """
-    this_thread = threading.get_ident()
-
-    def recorder(function: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            is_recorded = function in _OURS or any(isinstance(size, fx.Proxy) for size in args)
-            if threading.get_ident() != this_thread or not is_recorded:
-                return function(*args, **kwargs)
-            if function is causal.token_offset:
-                raise tracer.refuse("it uses token_offset(), a number of the segment: use positions(x)")
-            return tracer.create_proxy("call_function", function, args, kwargs)
-
-        return record
-
-    recorders = {id(function): recorder(function) for function in (*_OURS, *_TAKE_SIZES)}
-    forwards = [inspect.unwrap(type(module).forward) for module in inside]
-    modules = [
-        vars(module) for name, module in list(sys.modules.items()) if not name.startswith(("torch.", "seq1f1b."))
-    ]
-    places = {id(names): names for names in (*modules, *(forward.__globals__ for forward in forwards))}
-    patched = [(names, n, f) for names in places.values() for n, f in list(names.items()) if id(f) in recorders]
-    for names, name, function in patched:
-        names[name] = recorders[id(function)]
-    try:
-        yield
-    finally:
-        for names, name, function in patched:
-            names[name] = function
+def _settings() -> tuple[torch.dtype, int, bool]:
+    """Returns the settings of torch that a forward may leave changed."""
+    return torch.get_default_dtype(), torch.get_deterministic_debug_mode(), torch.is_grad_enabled()
 
 
-# -- what surrounds an operation ---------------------------------------------------------------------------------------
+# -- values of a trace -------------------------------------------------------------------------------------------------
 
 
-_DTYPE, _DETERMINISTIC = "another default dtype (torch.set_default_dtype)", "torch.use_deterministic_algorithms"
-_modes: Any = torch.overrides._get_current_function_mode_stack  # has no type annotations
+_RANDOM = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "rrelu")
 
 
-def _surroundings() -> dict[str, Any]:
-    """Returns torch's state around an operation, keyed by the calls that may change the state."""
-    modes = [*_modes(), *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return {
-        "torch.inference_mode": torch.is_inference_mode_enabled(),
-        "torch.no_grad, torch.enable_grad, torch.set_grad_enabled, a reentrant torch.utils.checkpoint or a "
-        "torch.autograd.Function": torch.is_grad_enabled(),
-        "torch.autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
-        _DTYPE: torch.get_default_dtype(),
-        _DETERMINISTIC: torch.get_deterministic_debug_mode(),
-        "a mode of torch, as torch.device(...)": [id(mode) for mode in modes if not isinstance(mode, _Recording)],
-        "torch.utils.checkpoint or torch.autograd.graph.saved_tensors_hooks": saving and tuple(map(id, saving)),
-        "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
-        "torch.nn.attention.sdpa_kernel": torch.nn.attention._cur_sdpa_kernel_backends(),
-    }
+def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """Returns the values that depend on constants and buffers alone: every stage computes a copy."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    changed = set[fx.Node]()  # values changed in place, and all inputs of these values
+    for node in reversed(graph.nodes):
+        if has_effect(node) or node in changed:
+            changed.update(node.all_input_nodes)
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        name = _name(node)
+        draws = name.startswith("rand") or name.rstrip("_") in _RANDOM
+        if node.op == "get_attr":
+            is_constant = node.target not in parameters
+        else:
+            is_constant = node.op in ("call_function", "call_method") and not draws
+        if is_constant and not has_effect(node) and node not in changed and set(node.all_input_nodes) <= found:
+            found.add(node)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def is_size(node: fx.Node) -> bool:
+    """Returns whether a value is surely not a tensor."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+    parents = [parent for parent in node.all_input_nodes if parent.op != "placeholder"]
+    of_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
+    return of_numbers and any(map(is_size, parents))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Returns whether a node changes a tensor in place or state outside of the graph: unused nodes must stay, too."""
+    name = _name(node)
+    if node.op == "call_method":
+        return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "backward")
+    is_in_place = node.target in (*_IN_PLACE, operator.setitem, carry.carry_out, carry.add_loss)
+    is_in_place |= "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return node.op == "call_function" and (is_in_place or (name.endswith("_") and not name.endswith("__")))
+
+
+_IN_PLACE = [getattr(operator, name) for name in inplace_methods]

@@ -14,13 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from split_parts import HIDDEN, VOCAB, Base, Plain, model_of
+from split_parts import HIDDEN, VOCAB, Plain, model_of
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-
-import seq1f1b
 
 LEVELS = {"a": 1.0}
 
@@ -32,30 +28,14 @@ def whole(self: Any, tokens: Tensor) -> Tensor:
 # -- contexts ----------------------------------------------------------------------------------------------------------
 
 
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
+VALUES = "do not compute what it does"
 CONTEXTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no_grad": (torch.no_grad, r"torch.no_grad, torch.enable_grad, torch.set_grad_enabled"),
-    "enable_grad": (torch.enable_grad, r"torch.no_grad, torch.enable_grad, torch.set_grad_enabled"),
-    "set_grad_enabled": (lambda: torch.set_grad_enabled(False), "torch.set_grad_enabled"),
-    "inference_mode": (torch.inference_mode, "torch.inference_mode"),
-    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), "torch.autocast"),
-    "autocast of another device": (lambda: torch.autocast("cuda", dtype=torch.bfloat16), "torch.autocast"),
-    "autocast off": (lambda: torch.autocast("cpu", enabled=False), "torch.autocast"),
-    "device": (lambda: torch.device("cpu"), "a mode of torch"),
-    "function mode": (Functions, "a mode of torch"),
-    "dispatch mode": (Operations, "a mode of torch"),
-    "saved tensors": (lambda: torch.autograd.graph.save_on_cpu(), "saved_tensors_hooks"),
-    "anomaly": (torch.autograd.detect_anomaly, "set_detect_anomaly"),
-    "attention": (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), "sdpa_kernel"),
+    "no_grad": (torch.no_grad, VALUES),
+    "enable_grad": (torch.enable_grad, ""),
+    "set_grad_enabled": (lambda: torch.set_grad_enabled(False), VALUES),
+    "inference_mode": (torch.inference_mode, "does not run: .*Inference tensors"),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), "does not run: .*the same dtype"),
+    "autocast off": (lambda: torch.autocast("cpu", enabled=False), ""),
 }
 
 
@@ -108,7 +88,7 @@ def checkpointed(self: Any, tokens: Tensor) -> Tensor:
 def checkpointed_reentrant(self: Any, tokens: Tensor) -> Tensor:
     x = self.embedding(tokens)
     for block in self.blocks:
-        x = x + checkpoint(block, x, use_reentrant=True)
+        x = x + torch.utils.checkpoint.checkpoint(lambda x, block=block: block(x), x, use_reentrant=True)
     return self.head(x)
 
 
@@ -214,15 +194,15 @@ def autocast_asked(self: Any, tokens: Tensor) -> Tensor:
 
 NUMBERS = "draws random numbers in Python, once for all calls"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "default dtype": (lambda: model_of(default_dtype), "another default dtype"),
-    "deterministic algorithms": (lambda: model_of(deterministic), "use_deterministic_algorithms"),
-    "grad mode left off": (lambda: model_of(grad_off_at_the_end), "torch.set_grad_enabled"),
-    "decorated": (lambda: model_of(decorated), "torch.no_grad"),
-    "checkpoint": (lambda: model_of(checkpointed), "torch.utils.checkpoint"),
-    "reentrant checkpoint": (lambda: model_of(checkpointed_reentrant), "torch.utils.checkpoint"),
+    "default dtype": (lambda: model_of(default_dtype), "changes torch's default dtype"),
+    "deterministic algorithms": (lambda: model_of(deterministic), "changes torch's default dtype, deterministic"),
+    "grad mode left off": (lambda: model_of(grad_off_at_the_end), "deterministic or gradient mode"),
+    "decorated": (lambda: model_of(decorated), VALUES),
+    "checkpoint": (lambda: model_of(checkpointed), "no stage would recompute by torch.utils.checkpoint"),
+    "reentrant checkpoint": (lambda: model_of(checkpointed_reentrant), "no stage would recompute by torch.utils"),
     "autograd.Function": (
         lambda: model_of(lambda self, tokens: Trebled.apply(whole(self, tokens))),
-        "torch.autograd.Function",
+        VALUES,
     ),
     "random": (lambda: model_of(layers_left_out), NUMBERS),
     "random of torch": (lambda: model_of(layers_left_out_by_torch), "draws random numbers by rand, once"),
@@ -233,20 +213,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random of numpy": (lambda: model_of(lambda self, x: whole(self, x) * float(np.random.rand())), NUMBERS),
     "own generator": (
         lambda: model_of(lambda self, x: whole(self, x) * self.rng.random(), rng=random.Random(0)),
-        "differs .* between calls",
+        VALUES,
     ),
     "own generator of numpy": (
         lambda: model_of(lambda self, x: whole(self, x) * float(self.rng.random()), rng=np.random.default_rng(0)),
-        "differs .* between calls",
+        VALUES,
     ),
     "seed": (lambda: model_of(seeded), "changes the state of a generator"),
     "dropout": (
         lambda: model_of(lambda self, x: F.dropout(whole(self, x), 0.1, self.training)),
-        "differs between training and evaluation",
+        VALUES,
     ),
-    "clock": (lambda: model_of(lambda self, x: whole(self, x) * time.time()), "differs .* between calls"),
-    "is_grad_enabled": (lambda: model_of(grad_mode_asked), r"with and without gradients \(torch.is_grad_enabled"),
-    "is_autocast_enabled": (lambda: model_of(autocast_asked), "under autocast"),
+    "is_grad_enabled": (lambda: model_of(grad_mode_asked), "evaluation mode without gradients"),
+    "is_autocast_enabled": (lambda: model_of(autocast_asked), "evaluation mode under autocast"),
     "assert": (lambda: model_of(asserts), "cannot be traced: TraceError.* Leave asserts out"),
     "loop": (lambda: model_of(loops), "cannot be traced: TraceError.* move what depends on values"),
     "counter": (lambda: model_of(counts, calls=0), "changes 'calls' of Own in each call"),
@@ -260,8 +239,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "several stages of Own use buffer count, which a stage before 1 changes",
     ),
     "part of a tensor": (lambda: model_of(assigns_in_place), "cannot be traced: TypeError: .* item assignment"),
-    "count of tokens": (lambda: model_of(counts_tokens, places=nn.Embedding(32, HIDDEN)), r"positions\(x\)"),
-    "first rows": (lambda: model_of(first_rows, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions\(x\)"),
+    "count of tokens": (lambda: model_of(counts_tokens, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions"),
+    "first rows": (lambda: model_of(first_rows, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions"),
     "nanoGPT's loss": (lambda: model_of(loss_of_other_logits), r"output\[0\] has shape"),
     "any number of arguments": (lambda: model_of(many), r"takes \*args"),
     "compiled": (lambda: torch.compile(Plain()), "split takes the model itself, got OptimizedModule"),
@@ -305,6 +284,7 @@ def with_own_forward(place: str) -> nn.Module:
 
 NOT_REFUSED = {  # changes no number, or is a value at the cut
     "fork_rng without a draw": lambda self, x: torch.random.fork_rng()(whole)(self, x),
+    "a clock": lambda self, x: whole(self, x) * time.time(),
     "a date": lambda self, x: whole(self, x) * datetime.datetime.now().day,
     "the seed of a generator": lambda self, x: whole(self, x) * (1 + self.rng.initial_seed() % 2),
 }
@@ -416,37 +396,3 @@ def reading(name: str) -> nn.Module:
     LEVELS["a"] = 1.0
     forward, attributes, _ = READS[name]
     return model_of(forward, **copy.deepcopy(attributes))
-
-
-# -- rows of a table by the number of tokens, from an argument on ------------------------------------------------------
-
-
-def by(take: Any) -> nn.Module:
-    """A model that adds ``take(table, tokens, start)`` to its words."""
-
-    def forward(self: Any, tokens: Tensor, start: Any = 0) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) + take(self.table, tokens, start))))
-
-    model = type("By", (Base,), {"forward": forward})()
-    model.register_buffer("table", torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)))
-    return model
-
-
-FROM_AN_ARGUMENT = {
-    "slice": lambda table, x, start: table[start : start + x.size(1)],
-    "computed start": lambda table, x, start: table[2 * start + 1 : x.shape[1] + (2 * start + 1)],
-    "narrow": lambda table, x, start: torch.narrow(table, 0, start, x.shape[-1]),
-    "method, by name": lambda table, x, start: table.narrow(dim=0, start=start, length=x.size(1)),
-    "in turn": lambda table, x, start: table[start:][: x.shape[1]],
-    "several dimensions": lambda table, x, start: table[None, start : x.shape[1] + start, :],
-    "index_select": lambda table, x, start: table.index_select(0, torch.arange(start, start + x.size(1))),
-    "split": lambda table, x, start: table.split([start, x.size(1), 64 - start - x.size(1)])[1],
-}
-
-BY_PLACE = {
-    "positions": lambda table, x, start: table[seq1f1b.positions(x) + start],
-    "a slice from the segment's position on": lambda table, x, start: table[
-        seq1f1b.positions(x)[0] : seq1f1b.positions(x)[0] + x.shape[1]
-    ],
-    "columns": lambda table, x, start: table[seq1f1b.positions(x)][..., start:],
-}

@@ -409,10 +409,6 @@ def refused_by_split() -> Named:
     for name, (make, says) in told.TOLD_BY_VALUES.items():
         sample = {"sample": torch.arange(10).view(2, 5)} if make is told.remembering else {}
         yield name, made(make, says, cut=cut_at(at=["blocks.2"], **sample))
-    for name, take in told.FROM_AN_ARGUMENT.items():
-        yield f"rows from an argument on, {name}", made(partial(told.by, take), r"positions\(x\)")
-    for name, take in told.BY_PLACE.items():
-        yield f"rows by place, {name}", made(partial(told.by, take))
     for name, forward in told.NOT_REFUSED.items():
         yield name, made(partial(told.model_of, forward, rng=torch.Generator()))
     for name, (*_, change) in told.READS.items():
