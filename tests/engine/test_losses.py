@@ -162,13 +162,6 @@ def test_a_sum_and_its_divisor(name: str, options: dict[str, Any]) -> None:
         check(train(stages, loss_fn, target, **options), expected)
 
 
-def test_a_global_number_of_targets() -> None:
-    stages = make_model()
-    _, expected = whole_gradients(stages, pad, BATCH["padded"])
-    count = float((BATCH["padded"] != PAD).sum())
-    check(train(stages, pad, BATCH["padded"], call={"loss_weight": 2 * count}), expected, 0.5)
-
-
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
