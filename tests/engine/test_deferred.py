@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -159,13 +160,11 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
-def test_what_happens_between_layers(between, bias, route):
+@pytest.mark.parametrize(("between", "route", "bias"), pairs_of(list(BETWEEN), list(ROUTES), [True, False]))
+def test_what_happens_between_layers(between, route, bias):
     """Outputs are changed in place, layers run often, again or never."""
     weights = 12 * HIDDEN
-    report = compare(Body(between, bias), route)
+    report = compare(Body(BETWEEN[between], bias), route)
     assert 2 * weights <= report.fused_weights <= 3 * weights
     assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 

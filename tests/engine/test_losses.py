@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slices import each_value
 from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,8 +152,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", list(TARGETS))
-@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize(("name", "options"), each_value(list(TARGETS), SHAPES))
 def test_a_sum_and_its_divisor(name: str, options: dict[str, Any]) -> None:
     loss_fn, target = TARGETS[name][0], TARGETS[name][1]()
     stages = make_model()
