@@ -8,7 +8,6 @@
 #include "model/memory.h"
 #include "run/arena.h"
 #include "run/executor.h"
-#include "schedules/vocabulary.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -34,11 +33,9 @@ typedef struct { /* one rank: its executor's context, and what it saw */
     int32_t rank;
     s1f_kv_cache *cache;
     s1f_executor *executor;
-    int64_t step, num_run;           /* units run in this step */
-    int64_t fail_at;                 /* unit that fails, by its place in the rank's order; -1: none */
-    int32_t kept;                    /* results handed out and not released yet, one per SEND */
-    int64_t num_inputs;              /* messages that its units received */
-    int32_t most_inputs, most_sends; /* of one unit */
+    int64_t step, num_run; /* units run in this step */
+    int64_t fail_at;       /* unit that fails, by its place in the rank's order; -1: none */
+    int32_t kept;          /* results handed out and not released yet, one per SEND */
     s1f_status status;
     char error[512];
 } rank_state;
@@ -49,16 +46,15 @@ typedef struct { /* what a unit hands out */
 
 /* -- a pipeline of threads --------------------------------------------------------------------------------------- */
 
-/* Over an order of Seq1F1B, which it takes over. */
-static pipeline make_pipeline_of(s1f_schedule *schedule)
+/* Over an order of Seq1F1B. */
+static pipeline make_pipeline(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int32_t num_ranks = shape.num_ranks;
-    pipeline made = {.schedule = schedule,
-                     .num_ranks = num_ranks,
+    pipeline made = {.num_ranks = num_ranks,
                      .num_stages = num_ranks,
-                     .num_segments = shape.num_segments,
-                     .num_microbatches = shape.num_microbatches};
+                     .num_segments = num_segments,
+                     .num_microbatches = num_microbatches};
+    CHECK_STATUS(s1f_schedule_build("seq1f1b", num_ranks, num_microbatches, num_segments, 1, NULL, &made.schedule),
+                 S1F_OK, "");
     CHECK_STATUS(s1f_schedule_lower(made.schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made.program), S1F_OK,
                  "");
 
@@ -85,19 +81,6 @@ static pipeline make_pipeline_of(s1f_schedule *schedule)
                                    &made.ends[destination][i]) == S1F_OK);
     }
     return made;
-}
-
-static s1f_schedule *build(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
-{
-    s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_build("seq1f1b", num_ranks, num_microbatches, num_segments, 1, NULL, &schedule), S1F_OK,
-                 "");
-    return schedule;
-}
-
-static pipeline make_pipeline(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
-{
-    return make_pipeline_of(build(num_ranks, num_microbatches, num_segments));
 }
 
 static void free_pipeline(pipeline *p)
@@ -210,13 +193,10 @@ static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t 
 
 /* -- steps ------------------------------------------------------------------------------------------------------- */
 
-typedef s1f_status run_unit(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
-                            int32_t num_sends, s1f_result *result);
-
-static void make_rank(rank_state *state, pipeline *p, int32_t rank, run_unit *run_of_unit)
+static void make_rank(rank_state *state, pipeline *p, int32_t rank)
 {
     *state = (rank_state){.p = p, .rank = rank, .fail_at = -1};
-    s1f_compute compute = {.context = state, .run = run_of_unit, .release = release, .segment_sizes = segment_sizes};
+    s1f_compute compute = {.context = state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
@@ -287,7 +267,7 @@ static void test_a_failing_unit(void)
     rank_state states[RANKS];
     pipeline p = make_pipeline(RANKS, MICROBATCHES, SEGMENTS);
     for (int32_t rank = 0; rank < RANKS; rank++)
-        make_rank(&states[rank], &p, rank, run);
+        make_rank(&states[rank], &p, rank);
     int64_t number = 0;
     for (int32_t failing = 0; failing < RANKS; failing++)
         for (int64_t n = 0; n < UNITS; n++) {
@@ -316,65 +296,6 @@ static void test_a_failing_unit(void)
     free_pipeline(&p);
 }
 
-/* -- several messages ---------------------------------------------------------------------------------------------- */
-
-/* The unit's cell and stage, and the pass, as a number. */
-static int32_t number_of(s1f_unit unit)
-{
-    return 1000 * unit.stage + 100 * unit.microbatch + 10 * unit.segment + unit.pass;
-}
-
-/* Hands over the unit's number, and reads those of the units whose results it receives. */
-static s1f_status count_messages(void *context, const s1f_current_unit *unit, const s1f_input *inputs,
-                                 int32_t num_inputs, int32_t num_sends, s1f_result *result)
-{
-    rank_state *state = context;
-    const s1f_edges *edges = state->p->program->edges;
-    for (int32_t i = 0; i < num_inputs; i++) {
-        const s1f_message *message = inputs[i].message;
-        s1f_unit maker = {message->pass, edges->edges[inputs[i].edge].source_stage, unit->unit.microbatch,
-                          unit->unit.segment};
-        int32_t data = *(const int32_t *)((const char *)inputs[i].payload + message->tensors[0].offset);
-        CHECK(data == number_of(maker) && s1f_pass_makes(maker.pass, edges->edges[inputs[i].edge].product));
-    }
-    state->num_run++;
-    state->num_inputs += num_inputs;
-    state->most_inputs = num_inputs > state->most_inputs ? num_inputs : state->most_inputs;
-    state->most_sends = num_sends > state->most_sends ? num_sends : state->most_sends;
-    hand_over(state, unit, number_of(unit->unit), num_sends, result);
-    return S1F_OK;
-}
-
-/* With a vocabulary over three ranks T waits for two others' S, which each S sends to two others. */
-static void test_several_messages(void)
-{
-    enum { RANKS = 3 };
-    rank_state states[RANKS];
-    double seconds[RANKS * 2] = {1, 1, 1, 1, 1, 1};
-    const double *passes[S1F_MAX_PASSES];
-    for (int pass = 0; pass < S1F_MAX_PASSES; pass++)
-        passes[pass] = seconds;
-    s1f_schedule *plain = build(RANKS, 2, 2), *spread = NULL;
-    CHECK_STATUS(s1f_schedule_spread_vocabulary(plain, S1F_SPREAD_OUTPUT, 0, passes, &spread), S1F_OK, "");
-    s1f_schedule_free(plain);
-    pipeline p = make_pipeline_of(spread);
-    int64_t num_inputs = 0, num_messages = 0;
-    for (int32_t e = 0; e < p.program->edges->num_edges; e++)
-        num_messages += p.program->edges->edges[e].num_messages;
-    for (int32_t rank = 0; rank < RANKS; rank++)
-        make_rank(&states[rank], &p, rank, count_messages);
-    step(states, RANKS, 1);
-    for (int32_t rank = 0; rank < RANKS; rank++) {
-        CHECK_STATUS(states[rank].status, S1F_OK, "");
-        CHECK(states[rank].kept == 0 && states[rank].num_run == p.program->ranks[rank].num_units);
-        CHECK(states[rank].most_inputs == 2 && states[rank].most_sends >= 2);
-        num_inputs += states[rank].num_inputs;
-        free_rank(&states[rank]);
-    }
-    CHECK(num_inputs == num_messages);
-    free_pipeline(&p);
-}
-
 static s1f_status other_sizes(void *context, int64_t sequence_length, int64_t *sizes)
 {
     const rank_state *state = context;
@@ -388,7 +309,7 @@ static void test_refusals(void)
     rank_state states[2];
     pipeline p = make_pipeline(2, 1, 2);
     for (int32_t rank = 0; rank < 2; rank++)
-        make_rank(&states[rank], &p, rank, run);
+        make_rank(&states[rank], &p, rank);
     s1f_executor *executor = states[0].executor;
     s1f_group_begin_step(p.groups[0], 1);
     CHECK_STATUS(s1f_executor_step(executor, 1, 1, 0, NULL, NULL), S1F_ERR_ARG, "inputs are needed there");
@@ -445,7 +366,6 @@ static void test_allocations_fail_in_turn(void)
 int main(void)
 {
     test_a_failing_unit();
-    test_several_messages();
     test_refusals();
     test_allocations_fail_in_turn();
     return check_failures();

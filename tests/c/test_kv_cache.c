@@ -298,46 +298,6 @@ static void test_memory_of_a_device(void)
     CHECK(device_slabs == 0);
 }
 
-/* R(m.s) runs between F(m.s) and B(m.s), also before later segments; it finds its rows written and adds no gradient. */
-static void test_recomputation(void)
-{
-    s1f_kv_cache *cache = NULL;
-    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
-    s1f_current_unit again = unit_at(cache, S1F_PASS_RECOMPUTE, 0, 0, 0);
-    again.grad_slot = -1; /* as the program says */
-    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &again), S1F_ERR_STATE, "micro-batch 0 does not hold KV slot 0");
-    for (int32_t s = 0; s < SEGMENTS; s++) {
-        CHECK_STATUS(forward(cache, 0, s, 0, 1), S1F_OK, "");
-        s1f_kv_rows rows;
-        s1f_layer_shape kept;
-        s1f_kv_grads grads;
-        again = unit_at(cache, S1F_PASS_RECOMPUTE, 0, s, 0);
-        again.grad_slot = -1;
-        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &again), S1F_OK, "");
-        CHECK_STATUS(s1f_kv_cache_write(cache, &again, 0, &shape, &rows), S1F_OK, "");
-        CHECK(rows.is_written && rows_hold(&again, &rows));
-        CHECK_STATUS(s1f_kv_cache_write(cache, &again, 1, &shape, &rows), S1F_ERR_STATE, "reads segment 0");
-        CHECK_STATUS(s1f_kv_cache_read(cache, &again, 0, &kept, &rows, &grads), S1F_ERR_STATE, "within a forward unit");
-        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &again), S1F_OK, "");
-        if (s + 1 < SEGMENTS) {
-            again = unit_at(cache, S1F_PASS_RECOMPUTE, 0, s + 1, 0);
-            CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &again), S1F_ERR_STATE, "recomputed before its forward");
-        }
-    }
-    again = unit_at(cache, S1F_PASS_RECOMPUTE, 0, 1, 0);
-    again.length++;
-    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &again), S1F_ERR_ARG, "its forward had [3, 5)");
-    for (int32_t s = SEGMENTS - 1; s >= 0; s--) {
-        CHECK_STATUS(backward(cache, 0, s, 0, 1), S1F_OK, "");
-        again = unit_at(cache, S1F_PASS_RECOMPUTE, 0, s, 0);
-        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &again), S1F_ERR_STATE,
-                     s > 0 ? "recomputed after its backward" : "micro-batch 0 does not hold KV slot 0");
-    }
-    CHECK_STATUS(forward(cache, 1, 0, 0, 1), S1F_OK, "");
-    s1f_kv_cache_free(cache);
-}
-
 /* A leaf between two live segments of a long slab: its pages go back, and theirs stay, where they share one too. */
 static void test_rows_of_a_leaf_are_released(void)
 {
@@ -411,7 +371,6 @@ int main(void)
     test_every_allocation_fails_in_turn();
     test_refusals();
     test_memory_of_a_device();
-    test_recomputation();
     test_rows_of_a_leaf_are_released();
     test_current_unit();
     return check_failures();

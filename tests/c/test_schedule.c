@@ -334,77 +334,6 @@ static void test_append(void)
     s1f_simulation_free(NULL);
 }
 
-/* An empty order of two ranks and three micro-batches, the longest of which has four segments. */
-static s1f_status create_rows(const int64_t *first_cell, const int32_t *parents, s1f_schedule **out)
-{
-    static const int32_t both[] = {0, 1};
-    return s1f_schedule_create(&(s1f_shape){.num_ranks = 2,
-                                            .num_stages = 2,
-                                            .num_microbatches = 3,
-                                            .num_segments = 4,
-                                            .rank_of_stage = both,
-                                            .first_cell = first_cell},
-                               parents, out);
-}
-
-static void test_rows(void)
-{
-    static const int32_t rows[] = {2, 4, 1};
-    static const int64_t first_cell[] = {0, 2, 6, 7}, empty[] = {0, 4, 4, 5}, below[] = {0, 2, 5, 6};
-    s1f_schedule *schedule = NULL, *like = NULL;
-    CHECK_STATUS(create_rows(empty, NULL, &schedule), S1F_ERR_ARG, "num_segments of micro-batch 1 is 0");
-    CHECK_STATUS(create_rows(below, NULL, &schedule), S1F_ERR_ARG, "are 3, num_segments is 4");
-    CHECK_STATUS(create_rows(first_cell, NULL, &schedule), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 1, 3}), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 0, 2}), S1F_ERR_ARG, "segment 2 must be in 0..1");
-    CHECK_STATUS(s1f_schedule_create_like(schedule, &like), S1F_OK, "");
-    s1f_shape shape = s1f_schedule_shape(like);
-    CHECK(s1f_num_cells(&shape) == 7 && s1f_num_columns(&shape) == 7 && s1f_segments_of(&shape, 2) == 1);
-    for (int64_t cell = 0; cell < 7; cell++) {
-        s1f_unit unit = s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, 1, cell);
-        CHECK(s1f_cell(&shape, unit) == cell && s1f_cell_of_all(&shape, unit) == 7 + cell);
-        CHECK(unit.segment < s1f_segments_of(&shape, unit.microbatch));
-        s1f_unit back = s1f_unit_going_back(&shape, S1F_PASS_BACKWARD, 1, cell);
-        CHECK(back.microbatch == unit.microbatch && back.segment == rows[unit.microbatch] - 1 - unit.segment);
-    }
-    s1f_schedule_free(like);
-    s1f_schedule_free(schedule);
-    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 3, 1, &(s1f_options){.segments_of = rows}, &schedule), S1F_ERR_ARG,
-                 "are 4, num_segments is 3");
-}
-
-static void test_trees(void)
-{
-    static const int32_t unlike_of[] = {2, 3, 2};
-    static const int64_t first_cell[] = {0, 2, 6, 7};
-    static const int32_t parents[] = {-1, 0, -1, 0, 0, 1, -1}, chains[] = {-1, 0, -1, 0, 1, 2, -1};
-    static const int32_t late[] = {-1, 0, -1, 2, 0, 1, -1}, roots[] = {-1, 0, -1, 0, -1, 1, -1},
-                         headless[] = {-1, 0, 0, 0, 0, 1, -1};
-    s1f_schedule *tree = NULL, *like = NULL, *chain = NULL;
-    CHECK_STATUS(create_rows(NULL, parents, &tree), S1F_ERR_ARG, "parents need num_segments");
-    CHECK_STATUS(create_rows(first_cell, late, &tree), S1F_ERR_ARG, "micro-batch 1: segment 1 follows segment 2, must");
-    CHECK_STATUS(create_rows(first_cell, roots, &tree), S1F_ERR_ARG, "segment 2 follows none, so the tree has two");
-    CHECK_STATUS(create_rows(first_cell, headless, &tree), S1F_ERR_ARG, "its parent is -1, not 0");
-    CHECK_STATUS(create_rows(first_cell, chains, &chain), S1F_OK, "");
-    CHECK(s1f_schedule_shape(chain).trees == NULL); /* what they were anyway */
-    CHECK_STATUS(create_rows(first_cell, parents, &tree), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_create_like(tree, &like), S1F_OK, "");
-    s1f_shape shape = s1f_schedule_shape(like), of_tree = s1f_schedule_shape(tree);
-    CHECK(shape.trees != NULL && shape.trees != of_tree.trees && s1f_schedule_equal(tree, like));
-    static const int32_t first[] = {1, -1, 1, 3, -1, -1, -1}, next[] = {-1, -1, -1, 2, -1, -1, -1};
-    CHECK(memcmp(shape.trees->parent, parents, sizeof parents) == 0);
-    CHECK(memcmp(shape.trees->first_child, first, sizeof first) == 0);
-    CHECK(memcmp(shape.trees->next_sibling, next, sizeof next) == 0);
-    CHECK(!s1f_schedule_equal(tree, chain) && s1f_schedule_digest(tree) != s1f_schedule_digest(chain));
-    s1f_schedule_free(chain);
-    s1f_schedule_free(like);
-    s1f_schedule_free(tree);
-    s1f_options options = {.parents = parents};
-    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 4, 1, &options, &tree), S1F_ERR_ARG, "parents need num_segments");
-    options.segments_of = unlike_of; /* numbers that the parents are not for: none before it */
-    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 3, 1, &options, &tree), S1F_ERR_ARG, "parents of micro-batch 2");
-}
-
 static void test_unit_text(void)
 {
     s1f_unit unit = {S1F_PASS_BACKWARD_WEIGHT, INT32_MAX, INT32_MAX, INT32_MAX};
@@ -483,8 +412,6 @@ int main(void)
     test_options();
     test_create();
     test_append();
-    test_rows();
-    test_trees();
     test_unit_text();
     test_huge_index();
     test_checked_once();

@@ -9,7 +9,6 @@ from core_extension import core
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
-from seq1f1b.schedule import StepMemory
 from seq1f1b.unit import edges_of, unit_of
 
 
@@ -234,35 +233,6 @@ def test_evaluation_keeps_one_cache_and_no_unit() -> None:
         assert _C.program_stage_peak(lowered.handle, stage) == (1, 1, 0)
     assert set(lowered.places().values()) == {2}  # one in use, one on its way
     assert [edge.channel for edge in lowered.edges] == [False] * 3
-
-
-def peak_weight(order: tuple[Unit, ...], weights: dict[tuple[int, int], int]) -> int:
-    """Most weight held at once, from a forward to its last backward (its own end where no unit goes back)."""
-    closing = "BW" if any(unit.kind != "F" for unit in order) else "F"
-    held = most = 0
-    for unit in order:
-        weight = weights[unit.stage, unit.segment]
-        held += weight * (unit.kind == "F")
-        most = max(most, held)
-        held -= weight * (unit.kind in closing)
-    return most
-
-
-def test_peaks_of_uneven_segments() -> None:
-    rng = random.Random(2)
-    for _ in range(60):
-        schedule = random_order(rng)
-        S, k = schedule.num_stages, schedule.num_segments
-        sizes = [rng.randint(1, 50) for _ in range(k)]
-        unit_bytes = [[rng.randint(0, 9) for _ in range(k)] for _ in range(S)]
-        cells = list(itertools.product(range(S), range(k)))
-        simulation, tokens = schedule.simulate(memory=StepMemory(activations=unit_bytes)), schedule.peak_tokens(sizes)
-        for rank, order in enumerate(schedule.ranks):
-            assert simulation.peak[rank] == peak_weight(order, dict.fromkeys(cells, 1))
-            assert tokens[rank] == peak_weight(order, {(i, s): sizes[s] for i, s in cells})
-            assert simulation.memory.activations[rank] == peak_weight(
-                order, {(i, s): unit_bytes[i][s] for i, s in cells}
-            )
 
 
 def test_one_rank_gets_the_program_that_it_has_among_all() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import cross_entropy, gradient_error, stage_of, whole_model
+from tiny_model import cross_entropy, stage_of, whole_model
 from torch import Tensor
-from tree_runs import CONFIG, Trees, cut, data_of, run_paths, train
+from tree_runs import CONFIG, Trees, cut, data_of
 
 import seq1f1b
 from seq1f1b import (
@@ -27,29 +27,6 @@ from seq1f1b.testing import run_ranks
 
 def of_rows(rows: Any) -> Trees:
     return Trees(rows, [None] * len(rows))
-
-
-def check(schedule: str, num_ranks: int, rows: Any, seed: int = 0, **options: Any) -> Any:
-    """An evaluation and a step beside the model run row by row; returns the first rank's report."""
-    trees = of_rows(rows)
-    tokens, targets = data_of(trees, seed)
-    losses, truth, _ = run_paths(whole_model(CONFIG), trees, tokens, targets)
-    returned, gradients, (report, *_) = train(schedule, num_ranks, [(trees, tokens, targets)], **options)
-    for found in returned:
-        torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=1e-10)
-    assert gradient_error(gradients, truth) <= 1e-10
-    return report
-
-
-@pytest.mark.parametrize("schedule", ["seq-zbv", "seq-v-half"])
-def test_two_lengths_that_cross_on_a_v_megatron_lm_5271(schedule: str) -> None:
-    """NVIDIA/Megatron-LM#5271: two lengths by turns, two ranks whose stages lie in a V.
-
-    There shapes are sent apart from the activations, without a tag. They are crossed between the two directions, and
-    gradients are wrong without an error.
-    """
-    order = check(schedule, 2, [[6, 6] if m % 2 == 0 else [3] for m in range(8)]).simulated.schedule
-    assert order.rank_of_stage == (0, 1, 1, 0) and order.segments_of == (2, 1) * 4
 
 
 def test_outputs_are_a_list_of_rows() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from wide_products import wide_products
 
-from seq1f1b import Memory, PipelineEngine, Schedule, build_schedule
+from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.engine import linear
 from seq1f1b.testing import run_ranks
 
@@ -159,13 +160,11 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
-def test_what_happens_between_layers(between, bias, route):
+@pytest.mark.parametrize(("between", "route", "bias"), pairs_of(list(BETWEEN), list(ROUTES), [True, False]))
+def test_what_happens_between_layers(between, route, bias):
     """Outputs are changed in place, layers run often, again or never."""
     weights = 12 * HIDDEN
-    report = compare(Body(between, bias), route)
+    report = compare(Body(BETWEEN[between], bias), route)
     assert 2 * weights <= report.fused_weights <= 3 * weights
     assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 
@@ -259,35 +258,6 @@ def test_gradients_of_16_bit_products(monkeypatch, make, kind, num_calls, option
     with torch.autocast("cpu", torch.bfloat16) if kind == torch.float32 else nullcontext():
         compare(make().to(kind), route, calls, **options)
     assert calls is None or len(calls) == num_calls
-
-
-class Head(nn.Module):
-    """A loss that holds the output layer, ten times as wide as its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(HIDDEN, 10 * HIDDEN)
-
-    def forward(self, output, target):
-        return self.out(output).float().square().mean()
-
-
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
-@pytest.mark.parametrize("memory", [Memory(), Memory(recompute="all")])
-def test_heads(schedule, memory):
-    """Wide ones in a stage, and those within the loss, add their products in whole backwards, and before W too."""
-
-    def run():
-        torch.manual_seed(0)
-        stage, head = mlp().append(nn.Linear(HIDDEN, 10 * HIDDEN)).append(nn.Linear(10 * HIDDEN, HIDDEN)), Head()
-        both = nn.ModuleList([stage, head]).bfloat16()
-        step(stage, loss_fn=head, schedule=schedule, memory=memory)
-        return of(both)
-
-    with wide_products() as calls:
-        fused = run()
-    assert len(calls) == 5 * UNITS
-    assert gradient_error(fused, run()) <= 1e-2
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fw
 import torch.nn.functional as F
+from slices import pairs_of
 from torch import Tensor, func, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
@@ -165,9 +166,7 @@ def check(found: nn.Module, whole: nn.Module) -> None:
             assert (ours - truth).abs().max() <= 1e-12 * max(1.0, truth.abs().max()), name
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "schedule", "adds"), pairs_of(list(KINDS), ["seq1f1b", "seq-zb-h1"], [False, True]))
 def test_a_stage_trains_as_the_whole_model(kind: str, schedule: str, adds: bool, tmp_path: Path) -> None:
     """Also where layers add products themselves, and whatever becomes of activations; unmeasured at worst."""
     (x, y), whole = data(), Body(kind)

@@ -294,18 +294,3 @@ def test_a_gradient_that_is_there_stays_the_same_tensor():
         engine.step(x, target=x)
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), once)
     assert once.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sparse_gradient_stays_sparse(dtype):
-    tokens = torch.randint(7, (2, 6))
-    found = []
-    for sparse in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(7, 4, sparse=sparse), nn.Linear(4, 7)).to(dtype)
-        engine = engine_of(model)
-        for _ in range(2):
-            engine.step(tokens, target=tokens)
-        found.append(model[0].weight.grad)
-    assert found[0].layout == torch.sparse_coo and found[0].dtype == dtype
-    torch.testing.assert_close(found[0].to_dense(), found[1])

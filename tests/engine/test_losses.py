@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slices import each_value
 from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,8 +152,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", list(TARGETS))
-@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize(("name", "options"), each_value(list(TARGETS), SHAPES))
 def test_a_sum_and_its_divisor(name: str, options: dict[str, Any]) -> None:
     loss_fn, target = TARGETS[name][0], TARGETS[name][1]()
     stages = make_model()
@@ -160,13 +160,6 @@ def test_a_sum_and_its_divisor(name: str, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(train(stages, loss_fn, target, **options), expected)
-
-
-def test_a_global_number_of_targets() -> None:
-    stages = make_model()
-    _, expected = whole_gradients(stages, pad, BATCH["padded"])
-    count = float((BATCH["padded"] != PAD).sum())
-    check(train(stages, pad, BATCH["padded"], call={"loss_weight": 2 * count}), expected, 0.5)
 
 
 class Head(nn.Module):
