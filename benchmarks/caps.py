@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import os
 import statistics
@@ -69,6 +70,8 @@ def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:
 
 
 def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: str, path: str) -> None:
+    if case.lora:
+        importlib.import_module("peft")  # before the peak is looked at: its code is no part of a plan
     load = ForeignLoad(gathered(os.getpid()))
     seconds: list[tuple[float, float]] = []
 

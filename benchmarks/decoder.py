@@ -88,28 +88,6 @@ class Stage(nn.Module):
         return self.head(x) if hasattr(self, "head") else x
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter beside it. [LoRA, arXiv:2106.09685]"""
-
-    def __init__(self, frozen: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, frozen.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
-
-
-def adapt(module: nn.Module, rank: int) -> None:
-    """Freezes a module, and gives the linear layers of its blocks adapters of this rank."""
-    module.requires_grad_(False)
-    for block in [part for part in module.modules() if isinstance(part, Block)]:
-        for name, part in list(block.named_children()):
-            if isinstance(part, nn.Linear):
-                setattr(block, name, Adapted(part, rank))
-
-
 def make_head(hidden: int, vocab: int) -> nn.Sequential:
     torch.manual_seed(vocab)
     return nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False))

@@ -38,7 +38,7 @@ from typing import Any
 import torch.distributed as dist
 from arms import Arm, Case, EngineArm, Spec, check_arm, make_arm, take_rounds, whole_model
 from common import Records, gathered, parser_of, quartiles, show_and_write, spawn, status_bytes
-from decoder import HeadLoss, Stage, adapt, cross_entropy
+from decoder import HeadLoss, Stage, cross_entropy
 from pipeline import peaks_of_steps
 from predict import PARTS, Setup, measure_part
 from torch import nn
@@ -95,8 +95,13 @@ class PlannedArm(EngineArm):
         sizes = {"hidden": case.hidden, "blocks": case.blocks, "vocab": case.vocab, "layers": plan.layout.layers}
         modules: list[nn.Module] = [Stage(i, order.num_stages, head=False, **sizes) for i in own]
         loss_fn = HeadLoss(case.hidden, case.vocab) if has_last else cross_entropy
-        for module in modules + [loss_fn] * has_last if case.lora else ():
-            adapt(module, case.lora)
+        if case.lora:
+            from peft import LoraConfig, inject_adapter_in_model  # here, so that other arms do without peft
+
+            for module in [*modules, *[loss_fn] * has_last]:
+                module.requires_grad_(False)
+            for module in modules:
+                inject_adapter_in_model(LoraConfig(r=case.lora, target_modules=["qkv", "out", "up", "down"]), module)
         levers: dict[str, Any] = {"units": EveryOther(plan.num_segments)} if arm.moves_half else {}
         if arm.moves_half or "O" in order.kinds:
             levers["offload"] = directory

@@ -47,7 +47,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--inside A,B": (read_names, None, "recomputation inside of blocks to try (default: none,ffn,full)"),
         "--remedies A,B": (read_names, ["recompute"], remedies),
         "--vocabulary": (VOCABULARIES, "any", vocabulary),
-        "--optimizer": (tuple(OPTIMIZERS), "adamw", "whose state takes memory (default: adamw)"),
+        "--optimizer": (tuple(OPTIMIZERS), "adamw", "the optimizer, for the bytes of its state (default: adamw)"),
         "--no-optimizer-sync": (bool, False, "a rank begins the next step without waiting for the others"),
         "--best N": (int, 5, "plans to print (default: 5)"),
         "--verbose": (bool, False, "say why each schedule is left out"),

@@ -94,8 +94,8 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
         **{f"--{name} N": (int, 1, f"{name}-parallel degree") for name in ("tensor", "context", "expert", "data")},
         "--documents N,N": (read_counts, None, "tokens of the documents packed in a sequence"),
         "--all-logits": (bool, False, logits),
-        "--lora R": (int, 0, "train only low-rank adapters, of rank R, beside the frozen matrices of layers"),
-        "--frozen": (bool, False, "the weights of the model are not trained"),
+        "--lora R": (int, 0, "train only adapters of rank R, beside frozen weights"),
+        "--frozen": (bool, False, "train no weight of the model"),
         "--weight-bits": ((4, 8, 16), None, "bits of a frozen weight (default: those of activations)"),
     }
     return add_options(command, options)
