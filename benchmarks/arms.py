@@ -50,6 +50,7 @@ class Case:
     hidden: int = 256
     blocks: int = 4
     vocab: int = 1024
+    lora: int = 0  # the rank of adapters, which alone are trained; 0: all weights are
 
     def __str__(self) -> str:
         return f"S{self.length} M{self.microbatches} P{self.ranks} hidden {self.hidden} blocks {self.blocks}"

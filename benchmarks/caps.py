@@ -11,15 +11,17 @@ other processes used less than 8 % of a core. Receive places lie in memory that 
 resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
+    python benchmarks/caps.py --lora 8 --ranks 1   # plans of adapters, without a cap; also for two ranks
     python benchmarks/caps.py --quick --output /tmp/try --foreign inf      # whether it runs
 
-Writes caps.jsonl and caps.txt into the output folder.
+Writes caps.jsonl and caps.txt, or with --lora caps-loraR-pN, into the output folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import os
 import statistics
@@ -43,6 +45,7 @@ TITLE = "Plans under caps: peaks of resident memory, and periods"
 LENGTHS, MICROBATCHES = (2048, 4096, 8192, 16384), (2, 4)
 SHARES = {(length, M): (0.6,) for length in LENGTHS for M in MICROBATCHES}  # of the way from the least to the fastest
 SHARES |= {(length, M): (0.6, 0.25) for length in (4096, 8192) for M in MICROBATCHES}
+OF_ADAPTERS = {(length, 2): (1.0,) for length in LENGTHS[:-1]}
 WITHIN = 0.05
 STEPS, LEAST = 3, 2  # steps of each plan behind the first, at the least, and how many have to count
 STEP_SECONDS = 10.0  # of them together: what the tier has in flight at a peak differs from step to step
@@ -67,6 +70,8 @@ def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:
 
 
 def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: str, path: str) -> None:
+    if case.lora:
+        importlib.import_module("peft")  # before the peak is looked at: its code is no part of a plan
     load = ForeignLoad(gathered(os.getpid()))
     seconds: list[tuple[float, float]] = []
 
@@ -109,7 +114,7 @@ def show(results: Results) -> None:
         plan = Plan.from_json(planned["text"])
         places = planned["receive"]
         totals = [
-            total - shared + shared * own / sum(places)
+            total - shared + shared * own / max(1, sum(places))
             for total, shared, own in zip(r["total"], r["shared"], places, strict=True)
         ]
         ratios = [total / peak for total, peak in zip(totals, plan.peak, strict=True)]
@@ -125,22 +130,23 @@ def show(results: Results) -> None:
             f"{f'{plan.low:.2f}..{plan.high:.2f}':>16}{'-' if measured is None else f'{measured:.2f}':>9}"
             f"{len(steps):>6}   {', '.join(map(str, r['units']))}"
         )
-    print(f"\npeaks of both ranks within {WITHIN:.0%} of the plan's: {near} of {len(ran)}")
+    print(f"\npeaks of all ranks within {WITHIN:.0%} of the plan's: {near} of {len(ran)}")
     print(f"no rank above the cap: {below} of {len(ran)}")
     print(f"periods in the plan's interval: {inside} of {counted}")
 
 
 def run(options: argparse.Namespace, results: Results) -> None:
     results.begin(TITLE)
-    longest = 256 if options.quick else max(LENGTHS)
-    case = Case(longest, 2, hidden=64 if options.quick else 256)
+    chosen = OF_ADAPTERS if options.lora else SHARES
+    longest = 256 if options.quick else max(length for length, _ in chosen)
+    case = Case(longest, 2, ranks=options.ranks, hidden=64 if options.quick else 256, lora=options.lora)
     if not results.of("case"):
         results.add(what="case", fields=dataclasses.asdict(case), cap=0)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
     segments = (1, 2) if options.quick else (8, 32)
     results.again(bool(results.of("profile")), case.ranks, measure_profile, case, segments, options.output)
-    wanted = {(longest, 2): (0.6,)} if options.quick else SHARES
+    wanted = {(longest, 2): (0.6,)} if options.quick else chosen
     for (length, M), shares in wanted.items():
         for share in shares:
             own = dataclasses.replace(case, length=length, microbatches=M)
@@ -159,13 +165,16 @@ def main() -> None:
     folder = Path(__file__).parent / "results"
     parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
     parser.add_argument("--quick", action="store_true", help="a small model and one plan: whether it runs")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (%(default)s)")
+    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank alone; then without caps")
     options: Any = parser.parse_args()
     options.output = str(Path(options.output).resolve())
     os.makedirs(options.output, exist_ok=True)
-    results = Results(str(Path(options.output) / "caps.jsonl"), options.foreign)
+    name = f"caps-lora{options.lora}-p{options.ranks}" if options.lora else "caps"
+    results = Results(str(Path(options.output) / f"{name}.jsonl"), options.foreign)
     run(options, results)
     results.reload()
-    show_and_write(lambda: show(results), Path(options.output) / "caps.txt")
+    show_and_write(lambda: show(results), Path(options.output) / f"{name}.txt")
 
 
 if __name__ == "__main__":

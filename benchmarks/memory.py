@@ -95,6 +95,13 @@ class PlannedArm(EngineArm):
         sizes = {"hidden": case.hidden, "blocks": case.blocks, "vocab": case.vocab, "layers": plan.layout.layers}
         modules: list[nn.Module] = [Stage(i, order.num_stages, head=False, **sizes) for i in own]
         loss_fn = HeadLoss(case.hidden, case.vocab) if has_last else cross_entropy
+        if case.lora:
+            from peft import LoraConfig, inject_adapter_in_model  # here, so that other arms do without peft
+
+            for module in [*modules, *[loss_fn] * has_last]:
+                module.requires_grad_(False)
+            for module in modules:
+                inject_adapter_in_model(LoraConfig(r=case.lora, target_modules=["qkv", "out", "up", "down"]), module)
         levers: dict[str, Any] = {"units": EveryOther(plan.num_segments)} if arm.moves_half else {}
         if arm.moves_half or "O" in order.kinds:
             levers["offload"] = directory
@@ -167,7 +174,7 @@ def search(case: Case, profile: Profile, cap: int | None, **wanted: Any) -> Plan
         num_ranks=case.ranks,
         num_microbatches=case.microbatches,
         memory=cap,
-        layout=Layout(head_in_loss=True),
+        layout=Layout(head_in_loss=True, lora=case.lora),
         vocabulary="ends",
         remedies=("recompute", "offload"),
         best=1,

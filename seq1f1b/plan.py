@@ -42,6 +42,11 @@ class Layout:
             the logits of all live segments.
         vocabulary: "ends": the first stage has the embedding, the last one the head; "ranks": each rank has a shard of
             both, by :class:`seq1f1b.VocabularyParallelHead` and its embedding.
+        lora: rank of the low-rank adapters (arXiv:2106.09685) beside the matrices of layers, which alone are trained;
+            matrices of experts have none. 0: no adapters.
+        frozen: whether no weight of the shape is trained; with adapters none is.
+        weight_bits: bits of a frozen weight, 4, 8 or 16; products read it in the dtype of activations. None: as
+            activations.
         copies_prefix: instead of one cache per micro-batch, every segment copies the keys and values of earlier
             segments, as the Seq1F1B authors' code does.
     """
@@ -56,6 +61,14 @@ class Layout:
     head_in_loss: bool = True
     copies_prefix: bool = False
     vocabulary: str = "ends"
+    lora: int = 0
+    frozen: bool = False
+    weight_bits: int | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the weights of the model's shape are not trained."""
+        return self.frozen or self.lora > 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import add_options, read_bytes, read_counts, read_lengths, read_names, read_sizes, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import OPTIMIZERS
 from seq1f1b.planning.result import GIB
 from seq1f1b.planning.search import VOCABULARIES, memory_cap, search_plans
 from seq1f1b.table import rounded, table_text
@@ -47,6 +48,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--inside A,B": (read_names, None, "recomputation inside of blocks to try (default: none,ffn,full)"),
         "--remedies A,B": (read_names, ["recompute"], remedies),
         "--vocabulary": (VOCABULARIES, "any", vocabulary),
+        "--optimizer": (tuple(OPTIMIZERS), "adamw", "the optimizer, for the bytes of its state (default: adamw)"),
         "--no-optimizer-sync": (bool, False, "a rank begins the next step without waiting for the others"),
         "--best N": (int, 5, "plans to print (default: 5)"),
         "--verbose": (bool, False, "say why each schedule is left out"),
@@ -62,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if (options.seq is None) == (options.lengths is None):
         raise ValueError("plan needs --seq, --lengths (sequences that differ) or --prompt (responses that share one)")
     model, hardware, layout = read_workload(options)
+    hardware = hardware.with_optimizer(options.optimizer)
     with progress_bar("the search") as show:
         found = search_plans(
             model,
@@ -91,6 +94,7 @@ def _run_trees(options: argparse.Namespace) -> int:
     from seq1f1b.planning.step_rows import TreeShape
 
     model, hardware, layout = read_workload(options)
+    hardware = hardware.with_optimizer(options.optimizer)
     _check(options)
     tree = TreeShape.of_prompt(options.prompt, options.responses)
     rows = tree.paths * options.microbatches

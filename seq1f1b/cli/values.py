@@ -19,7 +19,7 @@ def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[An
             how["action"] = "store_true"
         else:
             how["metavar"] = metavar[0] if metavar else None
-            how |= {"choices": read} if isinstance(read, tuple) else {"type": argument(read)}
+            how |= {"choices": read, "type": type(read[0])} if isinstance(read, tuple) else {"type": argument(read)}
         defaults[command.add_argument(name, help=text, **how).dest] = default
     return defaults
 

@@ -94,6 +94,9 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
         **{f"--{name} N": (int, 1, f"{name}-parallel degree") for name in ("tensor", "context", "expert", "data")},
         "--documents N,N": (read_counts, None, "tokens of the documents packed in a sequence"),
         "--all-logits": (bool, False, logits),
+        "--lora R": (int, 0, "train only adapters of rank R, beside frozen weights"),
+        "--frozen": (bool, False, "train no weight of the model"),
+        "--weight-bits": ((4, 8, 16), None, "bits of a frozen weight (default: those of activations)"),
     }
     return add_options(command, options)
 
@@ -130,6 +133,9 @@ def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, La
         data=options.data,
         documents=tuple(options.documents) if options.documents else None,
         head_in_loss=not options.all_logits,
+        lora=options.lora,
+        frozen=options.frozen,
+        weight_bits=options.weight_bits,
     )
     return model, hardware, layout
 

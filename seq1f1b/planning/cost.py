@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -177,7 +177,7 @@ class CostModel:
         rate = hw.link(d * self.parts.devices * self.num_ranks)
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * parameters for parameters in self.parts.stage_parameters]
+        return [of_parameter * parameters for parameters in self.parts.trained_parameters]
 
 
 class PackedRow(NamedTuple):
@@ -356,7 +356,7 @@ class Price:
         """Returns a lower bound of the peak of every order: weights and one micro-batch, or the largest path of a tree,
         mean over the ranks."""
         cost, hw = self.cost, self.cost.hardware
-        static = _state_bytes(cost) * sum(cost.parts.stage_parameters)
+        static = _state_bytes(cost, range(cost.num_stages))
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
         of_segments = self._tables.saved[:, begin:end].sum(0).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
@@ -410,8 +410,11 @@ class Price:
             kv_gradient_rows=0,
             forward_work=0,
             backward_work=0,
-            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parts.stage_parameters],
-            optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parts.stage_parameters],
+            weights=[
+                math.ceil(frozen + n * (hw.element_bytes + hw.gradient_bytes))
+                for frozen, n in zip(parts.frozen_bytes, parts.trained_parameters, strict=True)
+            ],
+            optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parts.trained_parameters],
             logits=0 if parts.spreads else math.ceil(parts.logits(max(self.sizes))),
         )
 
@@ -431,7 +434,7 @@ class Price:
         with_work = peaks = schedule.peak_memory(memory, costs)
         if "forward_work" in self._unit_bytes:
             peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
-        P, last, longest, state = schedule.num_ranks, cost.num_stages - 1, max(self.sizes), _state_bytes(cost)
+        P, last, longest = schedule.num_ranks, cost.num_stages - 1, max(self.sizes)
         pools = self._pool_bytes(schedule, memory.activations)
         standing = [parts.standing_work(longest, has_last) for has_last in (False, True)]
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
@@ -449,7 +452,7 @@ class Price:
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
-                    static=math.ceil(sum([parts.stage_parameters[stage] for stage in stages]) * state),
+                    static=math.ceil(_state_bytes(cost, stages)),
                     activations=live - rows - gradient_rows,
                     kv=math.ceil(kv[rank]) + rows,
                     kv_gradients=math.ceil(gradients[rank]) + gradient_rows,
@@ -498,7 +501,10 @@ class Price:
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 
-def _state_bytes(cost: CostModel) -> float:
-    """Returns the bytes of weight, gradient and optimizer state of one parameter."""
-    hw = cost.hardware
-    return hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data
+def _state_bytes(cost: CostModel, stages: Iterable[int]) -> float:
+    """Returns the bytes of weights, gradients and optimizer state of some stages."""
+    hw, parts = cost.hardware, cost.parts
+    of_trained = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data
+    stages = list(stages)
+    trained = sum([parts.trained_parameters[stage] for stage in stages])
+    return trained * of_trained + sum([parts.frozen_bytes[stage] for stage in stages])

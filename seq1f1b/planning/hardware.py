@@ -7,9 +7,9 @@ does not state come from ``default.json``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from seq1f1b.files import check_names, is_number, nearest_name, parse_json, read
 from seq1f1b.partition import ModelShape, make_model
@@ -19,7 +19,14 @@ from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.tables import ByParts, ByProfile
 from seq1f1b.seconds import PassSeconds
 
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
+
+
+OPTIMIZERS = {"adamw": 8, "adamw8bit": 2, "sgd": 4, "muon": 4}
+"""Bytes of an optimizer's state by name, per parameter: moments alone, in float32, or in 8 bits; SGD with momentum."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,16 @@ class Hardware:
     def device_type(self) -> str:
         """Torch's name for the kind of device, ``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.host_memory else "cpu"
+
+    def with_optimizer(self, name: str) -> Self:
+        """Returns the machine with the bytes of another optimizer's state in place of Adam's two moments in float32.
+
+        Raises:
+            ValueError: a name that is not in ``OPTIMIZERS``.
+        """
+        if name not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {name!r}, must be one of {', '.join(OPTIMIZERS)}")
+        return replace(self, optimizer_bytes=self.optimizer_bytes - OPTIMIZERS["adamw"] + OPTIMIZERS[name])
 
     rates: ClassVar[str] = "assumed rates"
     """The origin of the seconds, in words."""

@@ -171,6 +171,9 @@ class ByParts:
             fixed = attention * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
             fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
             fixed_back += fixed if layout.inside == "full" else 0.0
+            if layout.weight_bits is not None:  # frozen weights are written as activations' dtype, and read again
+                opened = self.layer_parameters[kind] * (layout.weight_bits / 8 + 2 * hw.element_bytes) / hw.bandwidth
+                fixed, fixed_back = fixed + opened, fixed_back + opened
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
             forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
@@ -181,7 +184,32 @@ class ByParts:
                 back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
         forward, back = forward + collectives, back + collectives_back
-        return PassSeconds(forward, back, weight, back + weight, forward)
+        return self._trained(PassSeconds(forward, back, weight, back + weight, forward), layer, tokens)
+
+    def _trained(self, full: PassSeconds, layer: Layer, tokens: Any) -> PassSeconds:
+        """Returns the seconds of a layer whose weights may be frozen.
+
+        Adapters multiply in each of F, I and W, with rows as fast as those of W, and move their inputs and outputs.
+
+        Args:
+            full: seconds of the layer if all of it is trained.
+            tokens: tokens of a unit on one device.
+        """
+        if not self.layout.is_frozen:
+            return full
+        numbers, matrices = self._adapted(layer), layer.mixer + 3 * self.model.hidden * layer.ffn
+        each = 0.0 * full.weight
+        if self.layout.lora:
+            each = full.weight * self.layout.lora * numbers / matrices
+            each = each + 2 * numbers * self.hardware.element_bytes * tokens / self.hardware.bandwidth
+        forward, back = full.forward + each, full.input + each
+        return PassSeconds(forward, back, each, back + each, full.recompute + each)
+
+    def _adapted(self, layer: Layer) -> int:
+        """Returns how many numbers of a token the matrices with adapters read and write: all but those of experts."""
+        h, ffn = self.model.hidden, layer.ffn if layer.experts == 1 else layer.shared
+        of_mixer = (4 if layer.heads else 2) * h + layer.inner + layer.outer
+        return of_mixer + 3 * (h + ffn) * (ffn > 0)
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """Returns the seconds of the whole embedding, zero, since its traffic is not counted, and of the whole head: a
@@ -189,7 +217,8 @@ class ByParts:
         hw, words = self.hardware, self.model.vocab / self.devices * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
         each += hw.saved_moves * 4 * words / hw.bandwidth
-        return NO_SECONDS, PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
+        weight = 0.0 * each if self.layout.is_frozen else each
+        return NO_SECONDS, PassSeconds(each, each, weight, each + weight, 0.0 if self.layout.head_in_loss else each)
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """Returns the seconds of embedding and head in the first and the last stage: zeros for a spread vocabulary."""
@@ -262,6 +291,22 @@ class ByParts:
         return found
 
     @cached_property
+    def trained_parameters(self) -> list[float]:
+        """Trained parameters on one device of each stage, by stage."""
+        if not self.layout.is_frozen:
+            return self.stage_parameters
+        of_kinds = [self.layout.lora * self._adapted(layer) / self.layout.tensor for layer in self.layer_kinds]
+        return [float(sum(map(operator.mul, counts, of_kinds))) for counts in self.counts.tolist()]
+
+    @cached_property
+    def frozen_bytes(self) -> list[float]:
+        """Bytes of the frozen weights on one device of each stage, by stage."""
+        bits = 8 * self.hardware.element_bytes if self.layout.weight_bits is None else self.layout.weight_bits
+        if self.layout.weight_bits in (4, 8):
+            bits += 0.5  # a block of 64 weights has a scale in float32
+        return [n * bits / 8 * self.layout.is_frozen for n in self.stage_parameters]
+
+    @cached_property
     def layer_parameters(self) -> list[float]:
         """Parameters of one layer on one device, by kind of layer."""
         h, found = self.model.hidden, []
@@ -289,6 +334,8 @@ class ByParts:
             routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
             hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
             of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
+            if self.layout.frozen and not self.layout.lora:  # no W, so nothing is kept for it, or left to it
+                of_norms = of_ffn = 0.0
             again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
             left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
             of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
@@ -301,9 +348,10 @@ class ByParts:
         h, e = self.model.hidden, self.hardware.element_bytes
         if inside == "full":
             return e * h
-        saved = e * (2 * layer.norms * h + layer.kept) + 4 * layer.heads
+        reads = not self.layout.frozen or self.layout.lora > 0  # matrices save their inputs only for W
+        saved = e * ((1 + reads) * layer.norms * h + layer.kept) + 4 * layer.heads
         if inside == "none":
-            saved += e * 3 * layer.ffn
+            saved += e * (2 + reads) * layer.ffn
         if layer.experts > 1:
             saved += 2 * e * h * layer.experts_per_token  # inputs sent to the experts, and outputs of the experts
         return saved
@@ -350,6 +398,12 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
             f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
             f"that sum to the model's {model.layers}"
         )
+    if layout.lora < 0:
+        raise ValueError(f"lora is {layout.lora}, must be at least 0, the rank of the adapters")
+    if layout.weight_bits is not None and (layout.weight_bits not in (4, 8, 16) or not layout.is_frozen):
+        raise ValueError(
+            f"weight_bits is {layout.weight_bits}, must be 4, 8 or 16, of frozen weights: give frozen or lora"
+        )
     documents = layout.documents
     if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
         raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
@@ -383,11 +437,15 @@ class ByProfile(ByParts):
     # -- seconds
 
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
-        return _scaled(self._profile.layer, self._of_layer, span, floor)
+        full = _scaled(self._profile.layer, self._of_layer, span, floor)
+        return self._trained(full, self.layer_kinds[kind], span.tokens)
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         profile, factors = self._profile, self._of_ends
-        return _scaled(profile.embedding, factors, span, floor), _scaled(profile.head, factors, span, floor)
+        ends = _scaled(profile.embedding, factors, span, floor), _scaled(profile.head, factors, span, floor)
+        if not self.layout.is_frozen:
+            return ends
+        return NO_SECONDS._replace(forward=ends[0].forward), ends[1]._replace(weight=0.0, backward=ends[1].input)
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         embedding, head = super().ends(span, floor)
@@ -441,6 +499,11 @@ def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
         )
     if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
         raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+    if (layout.frozen and not layout.lora) or layout.weight_bits is not None:
+        raise ValueError(
+            "a profile is of layers that save the inputs of their matrices, in one dtype: plan frozen weights with "
+            "lora and without weight_bits, or without a profile"
+        )
     if layout.inside != "none" or layout.copies_prefix:
         raise ValueError(
             f"a profile is of stages that recompute nothing and share a cache: inside is {layout.inside!r}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 from safetensors.torch import load_file  # noqa: E402
+from test_shapes import config_of  # noqa: E402
 from test_transformers import SIZES, Float64, M, batch, build, run_pipeline, run_whole  # noqa: E402
 
 from seq1f1b.engine.pipeline import places_of  # noqa: E402
 from seq1f1b.engine.stage import StageStep  # noqa: E402
+from seq1f1b.planning.cost import CostModel  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 
 PREFIX = "base_model.model."  # of peft's names
@@ -48,6 +51,17 @@ def adapted(config: Any, base: Any = None, seed: int = 0) -> Any:
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad(), Float64():
         return model.eval()(batch()[0]).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_a_plan_counts_the_parameters_of_adapters_as_peft_does(name: str) -> None:
+    config, cost = config_of(name)
+    layout = replace(cost.layout, lora=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = CostModel(cost.model, cost.hardware, num_ranks=1, seq_len=8, layout=layout).parts.trained_parameters
+    assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)]
 
 
 def test_a_stage_with_adapters_says_which_it_is() -> None:

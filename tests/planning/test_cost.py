@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,30 @@ def test_parameters_are_the_published_ones(name, published):
     split = CostModel(shape, ideal(), num_ranks=4, seq_len=8)
     twice = shape.hidden * shape.vocab if shape.tied else 0
     assert sum(split.parts.stage_parameters) == pytest.approx(published + twice, rel=1e-5)
+
+
+def test_adapters_alone_are_trained() -> None:
+    """A layer's matrices, one by one: F and I multiply them and their adapters, W the adapters; frozen ones have 4 bits."""
+    matrices = [(H, Q), (H, G), (H, G), (Q, H), (H, F), (H, F), (F, H)]
+    adapters = sum(5 * (reads + writes) for reads, writes in matrices)
+    order = build_schedule("1f1b", num_ranks=1, num_microbatches=2)
+    layouts = (Layout(), Layout(frozen=True), Layout(lora=5), Layout(lora=5, weight_bits=4, data=2))
+    costs = [CostModel(SMALL, EXACT, num_ranks=1, seq_len=64, layout=layout) for layout in layouts]
+    full, frozen, lora, narrow = (cost.price([64]) for cost in costs)
+    product, of_adapters, head = (2 * 64 * n / 1e9 for n in (6 * sum(a * b for a, b in matrices), 6 * adapters, H * 50))
+    assert full.seconds.weight[0][0] == pytest.approx(product + head, rel=1e-9)
+    assert frozen.seconds.weight[0][0] == 0.0 and np.array_equal(frozen.seconds.input, full.seconds.input)
+    assert lora.seconds.weight[0][0] == pytest.approx(of_adapters, rel=1e-9)
+    for name in ("forward", "input"):
+        before, after = (getattr(price.seconds, name)[0][0] for price in (full, lora))
+        assert after - before == pytest.approx(of_adapters, rel=1e-9)
+    assert lora.seconds.backward[0][0] == pytest.approx((lora.seconds.input + lora.seconds.weight)[0][0], rel=1e-12)
+    count = costs[0].parts.stage_parameters[0]
+    static = [price.rank_bytes(order)[0].static for price in (frozen, lora, narrow)]
+    assert static == [2 * count, 2 * count + 18 * 6 * adapters, math.ceil(count * 4.5 / 8 + 12 * 6 * adapters)]
+    assert lora.held_bytes()[0][0] == full.held_bytes()[0][0] > frozen.held_bytes()[0][0]
+    moments = {name: EXACT.with_optimizer(name).optimizer_bytes for name in ("adamw", "adamw8bit", "sgd", "muon")}
+    assert moments == {"adamw": 12, "adamw8bit": 6, "sgd": 8, "muon": 8}
 
 
 def test_degrees_shard_work_and_bytes():
