@@ -20,10 +20,8 @@ _HEADS = (
     "k segments of a sequence; v stages of a rank; mix 1: segments of equal time, 0: of equal length; vocab: embedding "
     "and head at the ends, or over the ranks; GiB of the fullest rank"
 )
-_MOVES = {  # by short name of the tier
-    "folder": "to a file, by Memory(offload=FOLDER) of the engine",
-    "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine",
-}
+_TIERS = {"folder": '"FOLDER"', "host": "seq1f1b.HOST"}
+"""The engine's argument ``Memory(offload=)`` by short name of the tier."""
 
 
 class Uncertain(NamedTuple):
@@ -119,8 +117,7 @@ class PlanSearch:
             f"{term.change_at_low:+.2g} s .. {term.change_at_high:+.2g} s"
             for term in self.uncertain[:3]
         ]
-        if any("L" in row for row in first.units):
-            lines += _list("units of plan 1 move:", [_MOVES[self.tier or "folder"]])
+        lines += _list("run plan 1:", [self._call(first)])
         lines += _list("next:", [self.next_step])
         if verbose:
             lines += ["left out:", *(f"   {name}: {reason}" for name, reason in self.fallen.items())]
@@ -129,6 +126,17 @@ class PlanSearch:
             counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             lines.append(f"left out: {counts} (--verbose says why)")
         return "\n".join(lines)
+
+    def _call(self, plan: Plan) -> str:
+        """Returns the call of the engine that runs a plan, whose file ``--output`` writes."""
+        if plan.layout.inside != "none":
+            return (
+                f'PipelineEngine(stages, schedule="{plan.schedule}", num_microbatches={plan.num_microbatches}, '
+                f"num_segments={plan.num_segments}, ...), blocks in torch.utils.checkpoint"
+            )
+        moves = any("L" in row for row in plan.units)
+        memory = f", memory=Memory(offload={_TIERS[self.tier or 'folder']})" * moves
+        return f'PipelineEngine(stages, schedule="FILE"{memory}, ...), with the file of --output FILE'
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns the table's head and a row for each plan; usual values stay empty."""

@@ -509,10 +509,12 @@ class _Search:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
         least = min(self._told, key=lambda told: told.least)
-        return (
-            f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB, "
-            f"{least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
-        )
+        text = f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB"
+        if least.made is not None:
+            rank = max(least.made.ranks, key=lambda rank: rank.total)
+            parts = rank.static / GIB, rank.kv / GIB, rank.kv_gradients / GIB
+            text += " (weights and their training {:.2f}, K and V {:.2f}, gradients of K and V {:.2f})".format(*parts)
+        return f"{text}, {least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
 
     def fallen(self, names: Iterable[str], plans: Sequence[Plan]) -> dict[str, str]:
         """Returns why families are not among the plans, by family: a kind of reason, a colon, and numbers."""

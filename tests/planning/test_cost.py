@@ -203,7 +203,7 @@ def test_parameters_are_the_published_ones(name, published):
 
 
 def test_adapters_alone_are_trained() -> None:
-    """A layer's matrices, one by one: F and I multiply them and their adapters, W the adapters; frozen ones have 4 bits."""
+    """A layer's matrices, one by one: F and I multiply both, W the adapters; frozen ones have 4 bits."""
     matrices = [(H, Q), (H, G), (H, G), (Q, H), (H, F), (H, F), (F, H)]
     adapters = sum(5 * (reads + writes) for reads, writes in matrices)
     order = build_schedule("1f1b", num_ranks=1, num_microbatches=2)
