@@ -128,10 +128,11 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_ROW(in_step, "Whether a unit runs now, on this thread or in this process."),
     S1F_ROW(token_offset, "First token of the current segment, 0 outside a step."),
     S1F_ROW(token_position, "Position along its path of a token of the current segment; its number outside a step."),
-    S1F_ROW(key_ranges,
-            "-> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], int] | None: (begin, end, row) of keys along "
-            "the current unit's path, tokens of its parts, documents as unit_set_documents told. In a chain and "
-            "outside a step None: keys lie in the first rows, and there are no parts."),
+    S1F_ROW(
+        key_ranges,
+        "-> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...], int] | None: (begin, end, row) of keys along "
+        "the current unit's path, tokens of its parts, documents as current_unit_set_documents told. In a chain and "
+        "outside a step None: keys lie in the first rows, and there are no parts."),
     S1F_ROW(unit_tokens,
             "-> tuple[int, int, int] | None: the first token of the unit that runs, their count, and the tokens of "
             "its micro-batch; None for one that is whole, as outside a step."),

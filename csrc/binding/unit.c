@@ -66,23 +66,9 @@ S1F_METHOD(PyObject *, unit_state)
     return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
 }
 
-S1F_METHOD(s1f_status, unit_set_state, PyObject *, state)
-{
-    s1f_current_unit_set_state(state);
-    return S1F_OK;
-}
-
-S1F_METHOD(s1f_status, unit_set_whole)
-{
-    s1f_current_unit_set_whole();
-    return S1F_OK;
-}
-
-S1F_METHOD(s1f_status, unit_set_documents, int64_t, count)
-{
-    s1f_current_unit_set_documents(count);
-    return S1F_OK;
-}
+S1F_CORE_VOID(void, current_unit_set_state, PyObject *, state)
+S1F_CORE_VOID(void, current_unit_set_whole)
+S1F_CORE_VOID(void, current_unit_set_documents, int64_t, count)
 
 PyMethodDef s1f_unit_methods[] = {
     S1F_ROW(unit_inputs,
@@ -90,9 +76,10 @@ PyMethodDef s1f_unit_methods[] = {
             "num_segments those of its micro-batch; where two passes may make an input, both are named, and R and L "
             "where the unit may have one. num_ranks: shards of the vocabulary. parents: what each segment of the "
             "unit's micro-batch follows; None: the one before it."),
-    S1F_ROW(unit_state, "What unit_set_state gave the unit that runs on this thread, or None."),
-    S1F_ROW(unit_set_state, "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
-    S1F_ROW(unit_set_whole, "Ops of the unit that runs on this thread count as outside a step."),
-    S1F_ROW(unit_set_documents,
+    S1F_ROW(unit_state, "What current_unit_set_state gave the unit that runs on this thread, or None."),
+    S1F_ROW(current_unit_set_state,
+            "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
+    S1F_ROW(current_unit_set_whole, "Ops of the unit that runs on this thread count as outside a step."),
+    S1F_ROW(current_unit_set_documents,
             "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
     {NULL, NULL, 0, NULL}};

@@ -49,14 +49,12 @@ class Way(NamedTuple):
         needs: advice after a failure, a sentence without a full stop.
         make: makes an end of this rank from its control end, the watchdog and the sender's offer; does not wait.
         offer: returns bytes for the receiver, sent before the ends of an edge are made.
-        is_one_sided: whether a send completes without its receive.
     """
 
     name: str
     needs: str
     make: Callable[[Any, Any, bytes], object]
     offer: Callable[[], bytes] = bytes
-    is_one_sided: bool = True
 
 
 COPIES = Way(
@@ -71,7 +69,6 @@ NCCL = Way(
     "between hosts the right network (NCCL_SOCKET_IFNAME), and it takes one rank per GPU",
     lambda control, watchdog, offered: _C.nccl_end(find_nccl(), offered, control, watchdog),
     lambda: _C.nccl_unique_id(find_nccl()),
-    is_one_sided=False,
 )
 EDGE_WAYS = (COPIES, NCCL)
 """In the order in which ``transport="auto"`` tries them."""
@@ -270,13 +267,6 @@ class Proof:
         Raises:
             RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
         """
-        self._texts: dict[Edge, str] = {}
-        self._ranks: dict[Edge, set[int]] = {}  # the two ranks of each edge
-        texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
-        for rank, theirs in enumerate(self._group.all_gather_object(texts)):
-            self._texts |= theirs
-            for edge in theirs:
-                self._ranks.setdefault(edge, set()).add(rank)
         over = {edge: self._group.transport_to(self._group.peer_of(edge)) for edge in self._controls}
         for way in self._ways:
             mine = [edge for edge in sorted(over) if edge not in self._ends and over[edge] in TRANSPORTS[way.name].over]
@@ -291,7 +281,7 @@ class Proof:
 
     def _agree(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
         """Runs a part of a proof for edges up to a failure. Collective; raises _Refused on all ranks if one fails."""
-        mine: dict[Edge, str] = {}
+        mine: dict[Edge, tuple[str, str]] = {}
         for edge in edges:
             try:
                 call(edge)
@@ -299,12 +289,13 @@ class Proof:
                 raise
             except (RuntimeError, ValueError, MemoryError, OSError) as error:
                 first = (str(error) or type(error).__name__).splitlines()[0]
-                mine[edge] = first.removeprefix(self._texts[edge]).lstrip(",: ")
+                text = _C.edge_end_text(self._controls[edge])
+                mine[edge] = text, first.removeprefix(text).lstrip(",: ")
                 break
-        failed = [(edge, why) for theirs in self._group.all_gather_object(mine) for edge, why in theirs.items()]
-        if failed:
-            edge = min(failed)[0]
-            raise _Refused(self._texts[edge], "; ".join(why for each, why in failed if each == edge))
+        failed = [found for theirs in self._group.all_gather_object(mine) for found in theirs.items()]
+        if failed:  # later edges may have failed because a rank came no further
+            edge, (text, _) = min(failed)
+            raise _Refused(text, "; ".join(why for each, (_, why) in failed if each == edge))
 
     def _try(self, way: Way, edges: list[Edge]) -> None:
         self._group.begin_step(training=False)
@@ -355,14 +346,15 @@ class Proof:
         self._agree(edges, make)
         self._agree(edges, lambda edge: _C.device_end_connect(ends[edge]))
         self._agree(receives, lambda edge: _C.edge_proof_post(ends[edge], size))
-        for part in (sends, receives) if way.is_one_sided else _rounds_of(self._ranks):
-            self._agree([edge for edge in edges if edge in part], move)
+        turns = self._group.all_gather_object([_turn(edge) for edge in edges])
+        for turn in sorted({each for theirs in turns for each in theirs}):
+            self._agree([edge for edge in edges if _turn(edge) == turn], move)
         self._agree(sends + receives, lambda edge: _C.edge_proof_end(ends[edge]))
         return seconds
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """Returns the message: each edge and way has different bytes, so old bytes in memory never match."""
-        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {edge}".encode()))
         size = self._edges.proof_bytes
         words = torch.empty(size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
         return words.view(torch.uint8)[:size]
@@ -408,13 +400,9 @@ def _close(ends: Mapping[Edge, Any], is_receiver: Mapping[Edge, bool]) -> list[s
     return [_C.edge_end_text(end) for end in in_order if not _C.device_end_close(end)]
 
 
-def _rounds_of(ranks: Mapping[Edge, set[int]]) -> list[set[Edge]]:
-    """Returns rounds of edges: in order, each edge joins the first round without an edge of its two ranks."""
-    rounds: list[tuple[set[Edge], set[int]]] = []
-    for edge in sorted(ranks):
-        found = next((each for each in rounds if each[1].isdisjoint(ranks[edge])), None)
-        if found is None:
-            rounds.append(found := (set(), set()))
-        found[0].add(edge)
-        found[1].update(ranks[edge])
-    return [edges for edges, _ in rounds]
+def _turn(edge: Edge) -> tuple[int, int]:
+    """Returns the turn in which an edge moves its message: few edges of one turn share a rank.
+
+    Within a turn, all ranks take their edges in one order, so no ranks wait for each other in a circle.
+    """
+    return abs(edge.source - edge.destination), min(edge.source, edge.destination) % 2

@@ -41,7 +41,7 @@ class AskingForDocuments(Feature):
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
         count = self._step.batch.documents[unit.microbatch]
-        _C.unit_set_documents(count)
+        _C.current_unit_set_documents(count)
         yield
         carries = unit.carried_in is not None or unit.carried_out is not None
         if carries and count > 1 and not unit.is_again and not self._is_told(unit):

@@ -215,7 +215,7 @@ def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
         for s in range(2):
             calls.clear()
             with step.unit("F", 0, s), torch.no_grad():
-                _C.unit_set_documents(num_documents)
+                _C.current_unit_set_documents(num_documents)
                 of_segment = (t[:, :, step.slice(s)] for t in qkv)
                 out = causal_attention(*of_segment, layer=layer_handle(0), doc_ids=torch.full((1, 4), 7))
         found.append((out, len(calls)))
