@@ -22,7 +22,7 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile
-from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage, measure_workspace
+from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage
 from seq1f1b.seconds import Fit, fit_seconds
 
 FLAT = (1e-6, 0.0, 0.0), (2e-6, 0.0, 0.0)  # F and B of any number of tokens
@@ -43,10 +43,6 @@ def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
         "noise": 0.0,
         "saved_bytes": 100.0,
         "saved_token_bytes": 7.5,
-        "forward_workspace_bytes": 30.0,
-        "forward_workspace_token_bytes": 0.25,
-        "workspace_bytes": 40.0,
-        "workspace_token_bytes": 0.5,
         "kept_token_bytes": 2.5,
         "gradient_token_bytes": 1.5,
         "moved_token_bytes": 6.5,
@@ -128,8 +124,7 @@ def test_a_synthetic_stage_is_measured(tmp_path):
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight):
-            unit = current()  # None while the workspace is measured
-            ctx.moves = unit is not None and unit.away is not None
+            ctx.moves = current().away is not None
             ctx.save_for_backward(x * weight)
             time.sleep(1e-3 + 20e-6 * x.shape[1] + 0.02 * ctx.moves)
             return x.clone()
@@ -173,29 +168,12 @@ def test_a_synthetic_stage_is_measured(tmp_path):
     assert all(abs(found.recompute.seconds(n, 0.0) - found.forward.seconds(n, 0.0)) < 2e-3 for n in (64, 256))
 
 
-def test_what_a_pass_allocates_for_a_while():
-    """Two layers, of which the first is four times as wide: by hand."""
-    wide, narrow = torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
-    tokens = 64
-    x = torch.zeros(1, tokens, 32, requires_grad=True)
-    forward, found = measure_workspace(torch.nn.Sequential(wide, narrow), (x,))
-    # Backward: the gradient of the inner result beside that of a weight before it is added, or the input's gradient.
-    inner, weight = tokens * 128 * 4, 32 * 128 * 4
-    assert inner + weight <= found <= inner + 2 * weight
-    assert forward == 0  # the inner result stays for W, the other is the output
-    with torch.no_grad():
-        frozen = torch.nn.Linear(32, 128, bias=False).requires_grad_(False)
-        kept, _ = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),))
-    assert inner <= kept <= inner + 64  # the product is given back, twice it is the result; and a number
-    assert x.grad is None and wide.weight.grad is not None
-
-
 def test_gradients_that_take_the_place_of_what_is_freed_are_no_more_bytes():
     """By hand: bytes live before I of ten tokens, at most in it, and after it, of one layer and of two."""
     wide = {"saved_bytes": 0.0, "saved_token_bytes": 10.0, "kept_token_bytes": 4.0}
     # A layer frees 6 of what it saved and leaves 5; or it leaves 8, 2 more than it frees.
     for gradients, more in ((5.0, 0.0), (8.0, 2.0)):
-        found = part(*FLAT, **wide, workspace_bytes=0.0, gradient_token_bytes=gradients)
+        found = part(*FLAT, **wide, gradient_token_bytes=gradients)
         machine = ProfiledHardware.of(profile(layer=found, embedding=None, head=None), MACHINE)
         counts = {"num_ranks": 2, "seq_len": 20, "layout": Layout(layers=(1, 2))}
         memory = CostModel(SHAPE._replace(layers=3), machine, **counts).price((10, 10)).memory((0, 1))
@@ -358,16 +336,12 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert step.kept_activations[0].tolist() == kept
     ends = 1 if head_in_loss else 2
     assert step.output_gradients[1].tolist() == [ends * more for more in beside]
-    while_forward, while_backward = ([floor + rate * size for size in sizes] for floor, rate in ((30, 0.25), (40, 0.5)))
-    memory = price.memory((0, 1))
-    assert memory.forward_work[0].tolist() == [math.ceil(work) for work in while_forward]
-    assert memory.backward_work.tolist() == [[math.ceil(work) for work in while_backward]] * 2
-    if head_in_loss:  # F of the last stage goes back through the head, and holds what it saved
-        while_forward = [work + 100 + 7.5 * size for work, size in zip(while_backward, sizes, strict=True)]
-    assert memory.forward_work[1].tolist() == [math.ceil(work) for work in while_forward]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = price.rank_bytes(order)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
+    logits = 29 * (4 + 4 + 4 * head_in_loss) * 200  # beside what the head saves, if the loss is apart
+    layer, embedding = 1.5 * 200, 4 * 32 * 29  # gradients of a layer's outputs; of the whole embedding
+    assert [rank.workspace for rank in price.rank_bytes(order)] == [max(layer, embedding), max(layer, logits)]
 
 
 @pytest.mark.parametrize(
