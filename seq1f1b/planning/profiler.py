@@ -103,7 +103,8 @@ def measure_stage(
 
     Args:
         make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or outputs of a previous stage.
-        layers: number of equal layers of the stage; a profile has the costs of one layer.
+        layers: number of equal layers of the stage; a profile has the costs of one layer, with its share of the fixed
+            time of a unit. As many layers as a training stage has predict short units best.
         loss_fn, make_target: loss of the last stage; the target is made in the form of the inputs.
         segments: numbers of segments to cut into; numbers that leave a segment fewer than 16 tokens are skipped.
         repeats: measured steps of each cut. The shorter half of the steps counts, which other processes disturbed
