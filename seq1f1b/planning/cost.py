@@ -374,8 +374,6 @@ class Price:
             "kept_activations": tables.kept,
             "output_gradients": tables.added,
         }
-        if tables.work is not None:
-            found |= dict(zip(("forward_work", "backward_work"), tables.work, strict=True))
         if parts.spreads and self._is_alike:
             found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
         if self._releases:
@@ -408,8 +406,6 @@ class Price:
             kv_gradients=whole_bytes(gradients).tolist(),
             kv_rows=0,
             kv_gradient_rows=0,
-            forward_work=0,
-            backward_work=0,
             weights=[
                 math.ceil(frozen + n * (hw.element_bytes + hw.gradient_bytes))
                 for frozen, n in zip(parts.frozen_bytes, parts.trained_parameters, strict=True)
@@ -431,17 +427,14 @@ class Price:
         as long as the order needs on the rank."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
-        with_work = peaks = schedule.peak_memory(memory, costs)
-        if "forward_work" in self._unit_bytes:
-            peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
-        P, last, longest = schedule.num_ranks, cost.num_stages - 1, max(self.sizes)
+        peaks = schedule.peak_memory(memory, costs)
+        P, longest = schedule.num_ranks, max(self.sizes)
         pools = self._pool_bytes(schedule, memory.activations)
-        standing = [parts.standing_work(longest, has_last) for has_last in (False, True)]
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
         ranks = []
         for rank, stages in enumerate(stages_of):
-            work = with_work.total[rank] - peaks.total[rank] + standing[last in stages]
+            work = parts.work(longest, stages)
             if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
                 layers = max(cost.layers[stage] for stage in stages)
                 whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes

@@ -41,9 +41,6 @@ class Part:
         gradient_token_bytes: gradients of layers' outputs, added by I for W, per token.
         moved_token_bytes: bytes that go to the tier with a moved unit, per token; the rest of the saved bytes stays. 0
             if no tier was measured.
-        forward_workspace_bytes, forward_workspace_token_bytes: most temporary bytes of a unit's F, beside all bytes
-            above: floor, and per token. Layers run one after another, so a unit needs the workspace of a single layer.
-        workspace_bytes, workspace_token_bytes: most temporary bytes of a unit's B, in the form of F's.
         kv_bytes, kv_gradient_bytes: bytes of the cache, per token.
         message_bytes: bytes of the stage's output, per token.
     """
@@ -60,10 +57,6 @@ class Part:
     kept_token_bytes: float
     gradient_token_bytes: float
     moved_token_bytes: float
-    forward_workspace_bytes: float
-    forward_workspace_token_bytes: float
-    workspace_bytes: float
-    workspace_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
@@ -71,14 +64,6 @@ class Part:
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
         """Returns the measured seconds of every pass. I + W exceeds B, since a split has a price."""
         return PassSeconds(*(getattr(self, name).seconds(tokens, pairs, floor) for name in PassSeconds._fields))
-
-    def forward_workspace(self, tokens: int) -> float:
-        """Returns the temporary bytes of F of a unit."""
-        return self.forward_workspace_bytes + self.forward_workspace_token_bytes * tokens
-
-    def workspace(self, tokens: int) -> float:
-        """Returns the temporary bytes of B of a unit."""
-        return self.workspace_bytes + self.workspace_token_bytes * tokens
 
     def unit_bytes(self, tokens: int, layers: int = 1) -> tuple[float, float, float]:
         """Returns the bytes that a unit of some layers saves, keeps until W, and adds in I to the saved bytes.

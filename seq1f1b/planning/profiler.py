@@ -41,7 +41,6 @@ class StageTimes(NamedTuple):
             and of the F before R, which builds no graph.
         saved: (tokens, units, bytes of graphs) live at once, one entry for each cut.
         left: bytes per token that I leaves to W, one entry for each cut: the part saved by F, and the part added by I.
-        workspace: (tokens of a unit, most temporary bytes of F, of B), one entry for each cut.
         unit_overhead, step_overhead: seconds.
         tier: bytes per second on the way out, and on the way back; empty if no unit moved.
         moving: seconds per byte by which moved units slow down, out and back; empty if no unit moved.
@@ -53,7 +52,6 @@ class StageTimes(NamedTuple):
     units: dict[tuple[int, int], dict[str, list[float]]]
     saved: list[tuple[int, int, float]]
     left: list[tuple[float, float]]
-    workspace: list[tuple[int, float, float]]
     unit_overhead: list[float]
     step_overhead: list[float]
     tier: list[tuple[float, float]]
@@ -105,7 +103,8 @@ def measure_stage(
 
     Args:
         make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or outputs of a previous stage.
-        layers: number of equal layers of the stage; a profile has the costs of one layer.
+        layers: number of equal layers of the stage; a profile has the costs of one layer, with its share of the fixed
+            time of a unit. As many layers as a training stage has predict short units best.
         loss_fn, make_target: loss of the last stage; the target is made in the form of the inputs.
         segments: numbers of segments to cut into; numbers that leave a segment fewer than 16 tokens are skipped.
         repeats: measured steps of each cut. The shorter half of the steps counts, which other processes disturbed
@@ -124,7 +123,7 @@ def measure_stage(
     cuts = cuts_of(seq_len, segments)
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
-    found, moved = StageTimes(layers, {}, [], [], [], [], [], [], []), 0.0
+    found, moved = StageTimes(layers, {}, [], [], [], [], [], []), 0.0
     run = partial(_run_cut, stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
     for k in cuts:
         whole, split, recomputed = (run(k, way) for way in ("whole", "split", "recomputed"))
@@ -135,10 +134,6 @@ def measure_stage(
             found.left.append((split.held.kept, split.held.gradients))
         if offload is not None and k == cuts[len(cuts) // 2]:
             moved = run(k, "moved").add_moves(found)
-        tokens = seq_len // k
-        target = make_target and make_target(tokens)
-        loss = None if loss_fn is None else partial(_loss_of, loss_fn, target)
-        found.workspace.append((tokens, *measure_workspace(stage, _leaves(make_inputs(tokens)), loss)))
         progress()
     for parameter in stage.parameters():
         parameter.grad = None
@@ -160,10 +155,6 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
             f"least {_LEAST_TOKENS} tokens, or floor and rates cannot be told apart"
         )
     return cuts
-
-
-def _loss_of(loss_fn: Callable[[Any, Any], Tensor], target: Any, outputs: Any) -> Tensor:
-    return loss_fn(outputs, target)
 
 
 def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -294,51 +285,6 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- bytes that a pass allocates beside what its graph keeps -----------------------------------------------------------
-
-
-def measure_workspace(
-    stage: Callable[..., Any], inputs: tuple[Tensor, ...], loss: Callable[[Any], Any] | None = None
-) -> tuple[float, float]:
-    """Runs a forward and a backward of one segment, outside of a step, and counts bytes.
-
-    Gradients of inputs count. Gradients of parameters do not: they exist before, as in a step's later units.
-
-    Args:
-        inputs: leaf tensors. loss: function of the stage's outputs, for a last stage.
-    Returns:
-        Most bytes that F allocates and frees, and most that B adds.
-    """
-    device, counted = inputs[0].device, (0.0, 0.0)
-    for _ in range(2):  # the first time allocates the gradients of the parameters
-        outputs, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)), device)
-        roots = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
-        back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-        counted = most - end, _allocated(back, device)[1] if roots else 0.0
-        for x in inputs:
-            x.grad = None
-    return counted
-
-
-def _allocated(run: Callable[[], Any], device: torch.device) -> tuple[Any, float, float]:
-    """Calls ``run``; returns the result, and the bytes allocated since the begin: at the peak, and at the end."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = run()
-        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return result, float(peak - before), float(after - before)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes lines to stderr
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return result, float(most), float(now)
-
-
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
@@ -378,18 +324,13 @@ def fit_part(measured: StageTimes) -> Part:
 
     saved = [size / layers for size in _line((tokens / units, size / units) for tokens, units, size in measured.saved)]
     left = [statistics.fmean(column) / layers for column in zip(*(measured.left or [(0.0, 0.0)]), strict=True)]
-    lines = {
-        "saved": saved,
-        "forward_workspace": _line((tokens, most) for tokens, most, _ in measured.workspace),
-        "workspace": _line((tokens, most) for tokens, _, most in measured.workspace),
-    }
-    found: dict[str, Any] = {name: fit(name) for name in rows}
-    found |= {f"{name}_bytes": floor for name, (floor, _) in lines.items()}
-    found |= {f"{name}_token_bytes": slope for name, (_, slope) in lines.items()}
+    fits: dict[str, Any] = {name: fit(name) for name in rows}
     return Part(
         layers=layers,
-        **found,
+        **fits,
         noise=statistics.median(_noise(times) for kinds in measured.units.values() for times in kinds.values()),
+        saved_bytes=saved[0],
+        saved_token_bytes=saved[1],
         kept_token_bytes=left[0],
         gradient_token_bytes=left[1],
         moved_token_bytes=measured.moved / layers,

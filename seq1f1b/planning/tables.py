@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,6 @@ class CostTables(NamedTuple):
         shards: seconds of S, T, E and G of a vocabulary over the ranks, by names of :class:`seq1f1b.Costs`; or {}.
         saved, kept, added: bytes of saved activations, of the part kept until W, and of the gradients that I adds for
             W.
-        work: most temporary bytes of F, and of B or I; None: unknown.
         message: bytes of a message on one of the devices of a stage, an array [unit].
     """
 
@@ -46,7 +46,6 @@ class CostTables(NamedTuple):
     saved: Any
     kept: Any
     added: Any
-    work: tuple[Any, Any] | None
     message: Any
 
 
@@ -58,7 +57,7 @@ def cost_tables(parts: ByParts, span: Span, source: Any = None) -> CostTables:
         span: arrays with an entry for each unit.
         source: another source of the seconds, such as measured stages; None: the parts.
     """
-    source, work = source or parts, parts.work(span.tokens)
+    source = source or parts
     saved, kept, added = map(whole_bytes, parts.held(span.tokens))
     return CostTables(
         source.seconds(span),
@@ -66,7 +65,6 @@ def cost_tables(parts: ByParts, span: Span, source: Any = None) -> CostTables:
         saved,
         kept,
         added,
-        None if work is None else (whole_bytes(work[0]), whole_bytes(work[1])),
         whole_bytes(span.tokens * parts.message_bytes),
     )
 
@@ -259,14 +257,11 @@ class ByParts:
             gradients = self.model.vocab * self.hardware.element_bytes / self.devices * tokens
         return saved * tokens + state + self.last * words, kept * tokens, left * tokens + self.last * gradients
 
-    def work(self, tokens: Any) -> tuple[Any, Any] | None:
-        """Returns the most temporary bytes of F, and of B or I, by stage; None: unknown."""
-        return None
-
-    def standing_work(self, tokens: int, is_last: bool) -> float:
-        """Returns the most temporary bytes of a rank's longest unit, for parts whose ``work`` is unknown."""
+    def work(self, tokens: int, stages: Sequence[int]) -> float:
+        """Returns the most temporary bytes of a rank's longest unit. stages: the stages of the rank."""
         work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.devices
-        return max(work, self.logits(tokens)) if is_last and not self.spreads else work
+        has_head = len(self.layers) - 1 in stages and not self.spreads
+        return max(work, self.logits(tokens)) if has_head else work
 
     def cached(self, tokens: Any) -> tuple[Any, Any]:
         """Returns the bytes of keys and values, and of the gradients of both: arrays [stage], or [stage, unit] for an
@@ -461,19 +456,13 @@ class ByProfile(ByParts):
         saved, kept, added = (reduce(operator.add, each) for each in zip(*units, strict=True))
         return saved, kept, added
 
-    def work(self, tokens: Any) -> tuple[Any, Any] | None:
-        """Returns the most temporary bytes of F and of B, by stage; a head in the loss counts for F alone."""
-        ends = [] if self.spreads else [(self.first, self._profile.embedding), (self.last, self._profile.head)]
-        parts = [(1, self._profile.layer), *((has, part) for has, part in ends if part is not None)]
-        backward = [has * part.workspace(tokens) for has, part in parts]
-        forward = [has * part.forward_workspace(tokens) for has, part in parts]
-        if self.layout.head_in_loss and not self.spreads and (head := self._profile.head) is not None:
-            forward.append(backward.pop() + self.last * head.unit_bytes(tokens)[0])
-        of_stages = 0.0 * self.first
-        return of_stages + reduce(np.maximum, forward), of_stages + reduce(np.maximum, backward)
-
-    def standing_work(self, tokens: int, is_last: bool) -> float:
-        return 0.0
+    def work(self, tokens: int, stages: Sequence[int]) -> float:
+        """Returns the most temporary bytes of a rank's longest unit: B's gradients of one layer, or of the embedding,
+        or logits."""
+        is_trained = not self.spreads and not self.layout.is_frozen
+        has_embedding = 0 in stages and self._profile.embedding is not None and is_trained
+        embedding = has_embedding * self.hardware.gradient_bytes * self.model.hidden * self.model.vocab
+        return max(super().work(tokens, stages), embedding, self._profile.layer.gradient_token_bytes * tokens)
 
 
 def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:
