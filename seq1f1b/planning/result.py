@@ -139,12 +139,12 @@ class PlanSearch:
         return f'PipelineEngine(stages, schedule="FILE"{memory}, ...), with the file of --output FILE'
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Returns the table's head and a row for each plan; usual values stay empty."""
+        """Returns the table's head and a row for each plan; the usual v, mix, vocab and recompute stay empty."""
         plans = self.plans
         columns = {
             "   schedule": [f"{number:>2} {plan.schedule}" for number, plan in enumerate(plans, 1)],
             "k": [str(plan.num_segments) for plan in plans],
-            "v": [str(plan.stages_per_rank) for plan in plans],
+            "v": [str(plan.stages_per_rank) * (plan.stages_per_rank > 1) for plan in plans],
             "mix": [f"{plan.mix:.2f}" * (plan.mix != 1) for plan in plans],
             "vocab": [plan.layout.vocabulary.removeprefix("ends") for plan in plans],
             "recompute": [_share(plan, "R") or plan.layout.inside.removeprefix("none") for plan in plans],

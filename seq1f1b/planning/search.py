@@ -37,7 +37,7 @@ _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates a
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for
 _MOST_OF_AUTO = 25_000  # units of all searched orders unless auto is asked for: about a second
-_MOST_OF_ROUND = 350_000  # units, F and B, priced for each number of segments after the first numbers
+_MOST_OF_ROUND = 200_000  # units, F and B, priced for each number of segments after the first numbers
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
 _TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
@@ -412,7 +412,7 @@ class _Search:
             wanted = candidates([k])
             most_remedies = max(len(each.remedies) for each in wanted)  # one alone rarely beats both, and costs as much
             wanted = [each for each in wanted if len(each.remedies) in (0, most_remedies)]
-            self.consider(self._likeliest(self.allowed(wanted)), _MOST_OF_ROUND)
+            self.consider(self.allowed(wanted), _MOST_OF_ROUND)
         if not self.fitting:  # equal lengths need less memory: with equal times the first segment is by far the longest
             last = first if k == max(segments) else self.allowed(candidates([k]))
             self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
@@ -435,25 +435,6 @@ class _Search:
         own = min((told.seconds for told in known if told.candidate.num_segments == k), default=math.inf)
         fewer = min((told.seconds for told in known if told.candidate.num_segments < k), default=math.inf)
         return own <= fewer * (1 - LEAST_GAIN)
-
-    def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates, fastest expected seconds first: the bound, times a root of the ratio to the bound, or
-        to the cap, of an equal candidate with other segments. More segments come nearer to the bound and need less."""
-        found: dict[Candidate, Rated] = {}  # the fastest for other segments, or the last too large
-        for told in self._told:
-            of = told.candidate._replace(num_segments=0, mix=1.0)
-            known = found.get(of)
-            if told.made and (known is None or known.least or (told.seconds < known.seconds and not told.least)):
-                found[of] = told
-
-        def expected(candidate: Candidate) -> float:
-            bound, told = self.look(candidate).bound, found.get(candidate._replace(num_segments=0))
-            if told is None or told.least:
-                return 1.05 * bound * math.sqrt(max(1.0, (0 if told is None else told.least) / self.cap))
-            of_told = self.look(candidate._replace(num_segments=told.candidate.num_segments)).bound
-            return bound * math.sqrt(math.sqrt(max(1.0, told.seconds / of_told)))
-
-        return sorted(candidates, key=expected)
 
     def _mixed(self, most: int, mixes: Sequence[float]) -> list[Candidate]:
         """Returns the best ``most`` candidates with splits of the given mixes."""
