@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,6 @@ _DTYPES = {
 }  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
 _IS_NUMBER = re.compile(r"[0-9]{1,18}")
-_PIECE = 4 << 20  # bytes read from a file at once
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,15 @@ class WeightFiles:
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
         """Reads rows of a tensor from ``first_row`` on, to fill ``out``, which may have another dtype or device."""
         self.dtype(name)
-        if out.dim():
-            for begin, piece in self._pieces(name, first_row, len(out)):
-                out[begin : begin + len(piece)].copy_(piece)
-            return
-        with _opened(self.places[name].file) as file:
-            out.copy_(file.get_tensor(name))
+        with _opened(self.places[name].file) as file:  # a file of its own for each tensor: mapped bytes count as memory
+            part = file.get_slice(name)
+            out.copy_(part[first_row : first_row + len(out)] if out.dim() else file.get_tensor(name))
 
     def equal(self, name: str, other: str) -> bool:
         """Returns whether two tensors hold equal bytes."""
         if (self.dtype(name), self.shape(name)) != (self.dtype(other), self.shape(other)):
             return False
-        both = (self._pieces(each, 0, self.shape(each)[0]) for each in (name, other))
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in zip(*both, strict=True))
-
-    def _pieces(self, name: str, first_row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields pieces of a tensor's rows with the index of each piece's first row: mapped bytes count as memory."""
-        row = math.prod(self.shape(name)[1:]) * self.dtype(name).itemsize
-        step = max(1, _PIECE // max(1, row))
-        for begin in range(0, rows, step):
-            with _opened(self.places[name].file) as file:
-                yield begin, file.get_slice(name)[first_row + begin : first_row + min(begin + step, rows)]
+        return torch.equal(self.read(name).view(torch.uint8), self.read(other).view(torch.uint8))
 
 
 def _opened(path: str) -> Any:

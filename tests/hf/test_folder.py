@@ -169,8 +169,7 @@ def test_a_name_in_the_cache_of_the_hub(tmp_path, monkeypatch):
         pipeline_stage("someone/else", 1, 2)
 
 
-def test_memory_of_another_dtype_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("seq1f1b.transformers.weight_files._PIECE", 100)
+def test_memory_of_another_dtype(tmp_path):
     model = write(tmp_path, "llama")
     stage = pipeline_stage(tmp_path, 0, 2, dtype="float64")
     assert all(torch.equal(p, model.get_parameter(name).double()) for name, p in stage.named_parameters())
@@ -280,7 +279,7 @@ def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
     write(tmp_path, "llama")
     spoil, text = REFUSED[what]
     spoil(tmp_path)
-    monkeypatch.setattr(WeightFiles, "_pieces", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(WeightFiles, "read_into", lambda *_: pytest.fail("weights were read"))
     for rank in range(2):  # alike on all ranks
         with pytest.raises(ValueError, match=text):
             pipeline_stage(tmp_path, rank, 2)
