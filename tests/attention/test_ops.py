@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -135,48 +136,44 @@ def test_export_and_fake_tensors() -> None:
             )
 
 
-def bad_calls() -> dict[str, tuple[str, object]]:
+def bad_calls() -> list[tuple[str, Callable[[], object]]]:
     (q, k, v), dout = tensors()
     out, lse = ops.causal_attention(q, k, v, none(), none(), none(), *OPTIONS)
     extras = (none(), none(), none())
     back = ops.causal_attention_backward
-    return {
-        "dtype": ("q is .* of int64, must be float32", lambda: ops.causal_attention(q.long(), k, v, *extras, *OPTIONS)),
-        "rank": (r"q is \(4, 6, 4\) of float64", lambda: ops.causal_attention(q[0], k, v, *extras, *OPTIONS)),
-        "heads": ("heads divide q's", lambda: ops.causal_attention(q[:, :3], k, v, *extras, *OPTIONS)),
-        "k": ("k is .* must agree with q", lambda: ops.causal_attention(q, k.float(), v, *extras, *OPTIONS)),
-        "v": ("v is .* must agree with k", lambda: ops.causal_attention(q, k, v[:, :1], *extras, *OPTIONS)),
-        "slopes": ("slopes is", lambda: ops.causal_attention(q, k, v, torch.ones(3), none(), none(), *OPTIONS)),
-        "docs": ("doc_ids is", lambda: ops.causal_attention(q, k, v, none(), torch.zeros(2, 6), none(), *OPTIONS)),
-        "sinks": ("sinks is", lambda: ops.causal_attention(q, k, v, none(), none(), torch.zeros(4), *OPTIONS)),
-        "window": ("window -1 must not be negative", lambda: ops.causal_attention(q, k, v, *extras, 0.5, -1, 0.0)),
-        "softcap": ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
-        "dout": ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
-        "lse": ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
-        "dim": ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), none(), 2, 0, 1)),
-        "part": ("sequence_parallel is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
-        "position docs": (
+    return [
+        ("q is .* of int64, must be float32", lambda: ops.causal_attention(q.long(), k, v, *extras, *OPTIONS)),
+        (r"q is \(4, 6, 4\) of float64", lambda: ops.causal_attention(q[0], k, v, *extras, *OPTIONS)),
+        ("heads divide q's", lambda: ops.causal_attention(q[:, :3], k, v, *extras, *OPTIONS)),
+        ("k is .* must agree with q", lambda: ops.causal_attention(q, k.float(), v, *extras, *OPTIONS)),
+        ("v is .* must agree with k", lambda: ops.causal_attention(q, k, v[:, :1], *extras, *OPTIONS)),
+        ("slopes is", lambda: ops.causal_attention(q, k, v, torch.ones(3), none(), none(), *OPTIONS)),
+        ("doc_ids is", lambda: ops.causal_attention(q, k, v, none(), torch.zeros(2, 6), none(), *OPTIONS)),
+        ("sinks is", lambda: ops.causal_attention(q, k, v, none(), none(), torch.zeros(4), *OPTIONS)),
+        ("window -1 must not be negative", lambda: ops.causal_attention(q, k, v, *extras, 0.5, -1, 0.0)),
+        ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
+        ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
+        ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
+        ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), none(), 2, 0, 1)),
+        ("sequence_parallel is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
+        (
             "doc_ids is \\(2, 4\\)",
             lambda: ops.positions(torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.int32), 1, 0, 1),
         ),
-        "outside a step": (
+        (
             "segment_attention outside a step",
             lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),
         ),
-        "dout of v's size": (
-            "dout is .* agree with q and v",
-            lambda: back(q[..., :3], q, k, v, out, lse, *extras, *OPTIONS),
-        ),
-        "backward outside a step": (
+        ("dout is .* agree with q and v", lambda: back(q[..., :3], q, k, v, out, lse, *extras, *OPTIONS)),
+        (
             "segment_attention outside a step",
             lambda: ops.segment_attention_backward(dout, q, out, lse, layer_handle(0), *extras, *OPTIONS, 2),
         ),
-    }
+    ]
 
 
-@pytest.mark.parametrize("name", bad_calls())
-def test_an_error_names_rule_and_values(name: str) -> None:
-    message, call = bad_calls()[name]
+@pytest.mark.parametrize(("message", "call"), bad_calls())
+def test_an_error_names_rule_and_values(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match=message):
         call()
 

@@ -1,9 +1,9 @@
 /* test_attention.c - do the kernels of every instruction set of this machine compute what the truth does?
  *
- * The truth is s1f_attention_ref_forward and _backward on float64 copies of the inputs; tests/attention compares that one
- * with the formula, over all options, trees of segments and finite differences. Here are the shapes, strides and options
- * of float32 and 16 bits, under sanitizers and valgrind, and for aarch64. Argument: the name of such a mode, for a slice
- * that is quick enough there. */
+ * The truth is s1f_attention_ref_forward and _backward on float64 copies of the inputs. tests/attention compares the
+ * truth with the formula, over all options, trees of segments and finite differences; here are the shapes, strides and
+ * options of float32 and 16 bits, under sanitizers and valgrind, and for aarch64. Argument: the name of such a mode,
+ * for a slice that is quick enough there. */
 #include "../../kernels/attention_internal.h"
 
 #include <math.h>
@@ -347,8 +347,8 @@ static int64_t cut(const shape *s, int64_t parts, int64_t i)
     return s->first + (s->length - s->first) * i / parts;
 }
 
-/* Forward over the segments, backward from the last to the first, either of which may be NULL. The first to run backward
- * stores dk and dv of all rows it sees, the others add, as a stage does. */
+/* Forward over the segments, backward from the last to the first; either may be NULL. The first to run backward stores
+ * dk and dv of all rows it sees, the others add, as a stage does. */
 static void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward,
                          const s1f_attention_context *context)
 {

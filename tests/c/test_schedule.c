@@ -392,16 +392,10 @@ static void test_long_cycle(void)
 static void test_options(void)
 {
     static const double costs[2] = {1, 1};
-    static const s1f_options group = {.group = 3}, negative = {.group = -1}, partial = {.costs = {NULL, costs}};
+    static const s1f_options partial = {.costs = {NULL, costs}};
     s1f_schedule *schedule = NULL;
     CHECK_STATUS(s1f_schedule_build("zb-h1", 2, 6, 1, 1, &partial, &schedule), S1F_ERR_ARG, "for all of F, I and W");
-    CHECK_STATUS(s1f_schedule_build("gpipe", 2, 4, 1, 1, &group, &schedule), S1F_ERR_ARG,
-                 "gpipe takes no option 'group'; it takes none");
-    CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &negative, &schedule), S1F_ERR_ARG, "group is -1");
     CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &partial, &schedule), S1F_ERR_ARG, "takes no option 'costs'");
-    CHECK_STATUS(s1f_schedule_build("none", 2, 4, 1, 1, NULL, &schedule), S1F_ERR_ARG, "no schedule named 'none'");
-    CHECK_STATUS(s1f_schedule_build("gpipe", INT32_MAX, 1, 1, INT32_MAX, NULL, &schedule), S1F_ERR_ARG,
-                 "are more than");
     CHECK(schedule == NULL);
     s1f_family_facts facts;
     CHECK(!s1f_schedule_family(-1, &facts));

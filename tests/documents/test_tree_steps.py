@@ -16,7 +16,6 @@ from tree_runs import (
     CONFIG,
     Trees,
     data_of,
-    paths_of,
     random_tree,
     random_trees,
     run_paths,
@@ -25,7 +24,7 @@ from tree_runs import (
 )
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, Loss, Memory, PipelineEngine
+from seq1f1b import LoopbackGroup, Loss, PipelineEngine
 from seq1f1b.report.report import PipelineReport
 from seq1f1b.testing import run_ranks
 
@@ -132,37 +131,6 @@ class Adding(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         seq1f1b.add_loss(x.square().mean())
         return x
-
-
-@pytest.mark.parametrize("recompute", ["none", "all"])
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
-def test_state_goes_to_every_branch(schedule: str, recompute: str) -> None:
-    trees = Trees([[3, 2, 4, 1, 1, 2], [2, 3], [5, 1, 2]], [[-1, 0, 0, 1, 1, 1], None, [-1, 0, 0]])
-    torch.manual_seed(0)
-    stages = [Carrying(i).double() for i in range(2)]
-    x, y = ([torch.randn(2, sum(s), 4).double() for s in trees.sizes] for _ in range(2))
-    loss, whole = torch.zeros(()).double(), torch.nn.Sequential(*stages)
-    for m, sizes in enumerate(trees.sizes):
-        seen = set()
-        for path in paths_of(sizes, trees.chain(m)):
-            out = whole(torch.cat([x[m][:, a:b] for a, b in path], 1))
-            for own, (a, b) in zip(out.split([b - a for a, b in path], 1), path, strict=True):
-                loss = loss + (own - y[m][:, a:b]).square().sum() * ((a, b) not in seen)
-                seen.add((a, b))
-    (loss / sum(t.numel() for t in y)).backward()
-    truth = {name: p.grad.clone() for name, p in whole.named_parameters()}
-    whole.zero_grad()
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stages[group.rank], num_microbatches=3, loss_fn=squared, group=group, schedule=schedule,
-            memory=Memory(recompute=recompute),
-        )  # fmt: skip
-        engine.eval(x, target=y, segment_sizes=trees.sizes, parents=trees.parents)
-        return engine.step(x, target=y, segment_sizes=trees.sizes, parents=trees.parents)
-
-    run_ranks(2, run)
-    assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= TOLERANCE
 
 
 @pytest.mark.full

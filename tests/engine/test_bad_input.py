@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from processes import AT_ONCE
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -69,6 +68,12 @@ def check_good(results: list[tuple[list[Tensor], dict[str, Tensor]]]) -> None:
     assert gradient_error({name: g for _, own in results for name, g in own.items()}, TRUTH) <= 1e-10
 
 
+def check_error(error: Any, words: str) -> None:
+    """A row of a table has words for an error: its type, and what its text holds."""
+    kind, _, text = words.partition(": ")
+    assert type(error).__name__ == kind and re.search(text, str(error)), f"{type(error).__name__}: {error}"
+
+
 # -- when the engine is made -------------------------------------------------------------------------------------------
 
 
@@ -76,74 +81,51 @@ def orders(name: str, num_ranks: int, num_segments: int) -> Schedule:
     return build_schedule(name, num_ranks=num_ranks, num_microbatches=M, num_segments=num_segments)
 
 
-MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no micro-batch": ({"num_microbatches": 0}, ValueError, "num_microbatches is 0, must be at least 1"),
-    "segments of type float": ({"num_segments": 2.0}, TypeError, "num_segments must be an int, got float"),
-    "segments along the batch": ({"seq_dim": 0}, ValueError, "seq_dim is 0, must be at least 1"),
-    "limits that are a number": ({"limits": 300.0}, TypeError, "limits must be a seq1f1b.Limits, got float"),
-    "sizes of another count": (
-        {"segment_sizes": [3, 3, 2]},
-        ValueError,
-        "segment_sizes has 3 entries, num_segments is 2",
-    ),
-    "a size of zero": ({"segment_sizes": [8, 0]}, ValueError, r"segment_sizes\[1\] is 0, must be at least 1"),
-    "a size of type float": ({"segment_sizes": [4, 4.5]}, TypeError, r"segment_sizes\[1\] must be an int, got float"),
-    "sizes that are one int": ({"segment_sizes": 4}, TypeError, "segment_sizes must be None, a ModelShape or a list"),
-    "a length without sizes": ({"segment_sizes": {8: None}}, TypeError, r"segment_sizes\[8\] must be a list, got None"),
-    "unknown split": (
-        {"segment_sizes": "flops"},
-        ValueError,
-        "segment_sizes is 'flops'; it must be None, a ModelShape",
-    ),
-    "a split by a word": ({"segment_sizes": "balanced"}, ValueError, r"give segment_sizes=ModelShape\(...\)"),
-    "a loss that is no function": ({"loss_fn": 3.0}, TypeError, "loss_fn must be callable, got float"),
-    "gradients of type int": ({"grad_dtype": torch.int32}, TypeError, "grad_dtype is torch.int32, must be a floating"),
-    "unknown transport": ({"transport": "mpi"}, ValueError, "transport is 'mpi', must be one of 'auto', 'shm', 'c10d'"),
-    "all ranks as the group": ({"group": LoopbackGroup(2)}, TypeError, r"LoopbackGroup\(P\)\[rank\]"),
-    "a group by its name": ({"group": "gloo"}, TypeError, "group= takes a ProcessGroup, .* got str"),
-    "a stage that is none": ({"stage": 5}, TypeError, "stage must be a module or a list of modules, got int"),
-    "a stage on a device we do not run": (
+MAKING: list[tuple[dict[str, Any], str]] = [
+    ({"num_microbatches": 0}, "ValueError: num_microbatches is 0, must be at least 1"),
+    ({"num_segments": 2.0}, "TypeError: num_segments must be an int, got float"),
+    ({"seq_dim": 0}, "ValueError: seq_dim is 0, must be at least 1"),
+    ({"limits": 300.0}, "TypeError: limits must be a seq1f1b.Limits, got float"),
+    ({"segment_sizes": [3, 3, 2]}, "ValueError: segment_sizes has 3 entries, num_segments is 2"),
+    ({"segment_sizes": [8, 0]}, r"ValueError: segment_sizes\[1\] is 0, must be at least 1"),
+    ({"segment_sizes": [4, 4.5]}, r"TypeError: segment_sizes\[1\] must be an int, got float"),
+    ({"segment_sizes": 4}, "TypeError: segment_sizes must be None, a ModelShape or a list"),
+    ({"segment_sizes": {8: None}}, r"TypeError: segment_sizes\[8\] must be a list, got None"),
+    ({"segment_sizes": "flops"}, "ValueError: segment_sizes is 'flops'; it must be None, a ModelShape"),
+    ({"segment_sizes": "balanced"}, r"ValueError: give segment_sizes=ModelShape\(...\)"),
+    ({"loss_fn": 3.0}, "TypeError: loss_fn must be callable, got float"),
+    ({"grad_dtype": torch.int32}, "TypeError: grad_dtype is torch.int32, must be a floating"),
+    ({"transport": "mpi"}, "ValueError: transport is 'mpi', must be one of 'auto', 'shm', 'c10d'"),
+    ({"group": LoopbackGroup(2)}, r"TypeError: LoopbackGroup\(P\)\[rank\]"),
+    ({"group": "gloo"}, "TypeError: group= takes a ProcessGroup, .* got str"),
+    ({"stage": 5}, "TypeError: stage must be a module or a list of modules, got int"),
+    (
         {"stage": nn.Linear(2, 2, device="meta")},
-        ValueError,
-        "parameters lie on meta: the engine runs on the CPU and on CUDA devices",
+        "ValueError: parameters lie on meta: the engine runs on the CPU and on CUDA devices",
     ),
-    "more stages than the schedule has": (
+    (
         {"stage": [nn.Identity(), nn.Identity()], "schedule": orders("seq1f1b", 1, K)},
-        ValueError,
-        r"rank 0 holds stages \[0\] in this schedule, 2 modules were given",
+        r"ValueError: rank 0 holds stages \[0\] in this schedule, 2 modules were given",
     ),
-    "no stage": ({"stage": [], "schedule": orders("seq1f1b", 1, K)}, ValueError, "0 modules were given"),
-    "a schedule for more ranks than the group": (
+    ({"stage": [], "schedule": orders("seq1f1b", 1, K)}, "ValueError: 0 modules were given"),
+    (
         {"schedule": orders("seq1f1b", 3, K)},
-        ValueError,
-        r"the schedule is for .* = \(3, 2, 2\), the engine has \(1, 2, 2\)",
+        r"ValueError: the schedule is for .* = \(3, 2, 2\), the engine has \(1, 2, 2\)",
     ),
-    "a schedule of another k": ({"schedule": orders("1f1b", 1, 4)}, ValueError, r"\(1, 2, 4\), .*\(1, 2, 2\)"),
-    "unknown schedule": ({"schedule": "zigzag"}, ValueError, "zigzag.*1f1b"),
-    "a schedule that is none": (
-        {"schedule": 3},
-        TypeError,
-        "schedule must be a name, a seq1f1b.Schedule, a plan .* got int",
-    ),
-    "an unknown rule": (
-        {"arg_rules": {"mask": "cut"}},
-        ValueError,
-        r"arg_rules\['mask'\] is 'cut'; it must be 'slice'",
-    ),
-    "an unknown argument": ({"lossfn": 2}, TypeError, "unexpected keyword argument 'lossfn'"),
-    "rules that are a list": (
-        {"arg_rules": ["mask"]},
-        TypeError,
-        "arg_rules must be a dict of rules by name, got list",
-    ),
-}
+    ({"schedule": orders("1f1b", 1, 4)}, r"ValueError: \(1, 2, 4\), .*\(1, 2, 2\)"),
+    ({"schedule": "zigzag"}, "ValueError: zigzag.*1f1b"),
+    ({"schedule": 3}, "TypeError: schedule must be a name, a seq1f1b.Schedule, a plan .* got int"),
+    ({"arg_rules": {"mask": "cut"}}, r"ValueError: arg_rules\['mask'\] is 'cut'; it must be 'slice'"),
+    ({"lossfn": 2}, "TypeError: unexpected keyword argument 'lossfn'"),
+    ({"arg_rules": ["mask"]}, "TypeError: arg_rules must be a dict of rules by name, got list"),
+]
 
 
-@pytest.mark.parametrize("name", MAKING)
-def test_making_an_engine(name: str) -> None:
-    options, error, text = MAKING[name]
-    with pytest.raises(error, match=text):
+@pytest.mark.parametrize(("options", "words"), MAKING)
+def test_making_an_engine(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Exception) as caught:
         make_engine(**options)
+    check_error(caught.value, words)
 
 
 # -- before a step runs anything ---------------------------------------------------------------------------------------
@@ -156,105 +138,73 @@ def sliced(length: int) -> dict[str, Any]:
 
 
 # options of the engine and arguments of the step, together
-BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no inputs": ({"inputs": None}, ValueError, "inputs are needed on the rank of the first stage"),
-    "inputs that are no tensor": ({"inputs": "text"}, TypeError, "inputs must begin with a tensor, got str"),
-    "inputs of a dict": ({"inputs": {"x": TOKENS}}, TypeError, "inputs must begin with a tensor, got dict"),
-    "inputs without a sequence": ({"inputs": TOKENS[:, 0]}, ValueError, r"shape \(4,\) have no sequence dimension 1"),
-    "a batch that M does not divide": (
-        {"inputs": TOKENS[:3]},
-        ValueError,
-        "inputs has batch size 3, which 2 micro-batches do not divide",
-    ),
-    "an empty batch": ({"inputs": TOKENS[:0]}, ValueError, r"inputs of shape \(0, 8\) hold no token"),
-    "no token": ({"inputs": TOKENS[:, :0]}, ValueError, r"inputs of shape \(4, 0\) hold no token"),
-    "too many micro-batches": (
-        {"inputs": list(TOKENS.chunk(4))},
-        ValueError,
-        "inputs is a list of 4 micro-batches, the engine runs 2",
-    ),
-    "micro-batches of different length": (
+BEFORE: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": None}, "ValueError: inputs are needed on the rank of the first stage"),
+    ({"inputs": "text"}, "TypeError: inputs must begin with a tensor, got str"),
+    ({"inputs": {"x": TOKENS}}, "TypeError: inputs must begin with a tensor, got dict"),
+    ({"inputs": TOKENS[:, 0]}, r"ValueError: shape \(4,\) have no sequence dimension 1"),
+    ({"inputs": TOKENS[:3]}, "ValueError: inputs has batch size 3, which 2 micro-batches do not divide"),
+    ({"inputs": TOKENS[:0]}, r"ValueError: inputs of shape \(0, 8\) hold no token"),
+    ({"inputs": TOKENS[:, :0]}, r"ValueError: inputs of shape \(4, 0\) hold no token"),
+    ({"inputs": list(TOKENS.chunk(4))}, "ValueError: inputs is a list of 4 micro-batches, the engine runs 2"),
+    (
         {"inputs": [TOKENS[:2], TOKENS[2:, :7]]},
-        ValueError,
-        r"inputs of micro-batch 1 of shape \(2, 7\) has no dimension 1 of 8 tokens",
+        r"ValueError: inputs of micro-batch 1 of shape \(2, 7\) has no dimension 1 of 8 tokens",
     ),
-    "a second argument of another length": (
+    (
         {"inputs": (TOKENS, TOKENS[:, :5])},
-        ValueError,
-        r"inputs of micro-batch 0 of shape \(2, 5\) has no dimension 1 of 8 tokens",
+        r"ValueError: inputs of micro-batch 0 of shape \(2, 5\) has no dimension 1 of 8 tokens",
     ),
-    "fewer tokens than segments": (
+    (
         {"inputs": TOKENS[:, :1], "target": TARGET[:, :1]},
-        ValueError,
-        "a sequence of 1 tokens has fewer than num_segments = 2",
+        "ValueError: a sequence of 1 tokens has fewer than num_segments = 2",
     ),
-    "sizes that do not sum": (
-        {"segment_sizes": [4, 3]},
-        ValueError,
-        "segment_sizes sum to 7 tokens, the sequence has 8",
-    ),
-    "no target": ({"target": None}, ValueError, "^target missing on rank 0, which holds the last stage"),
-    "no loss": ({"loss_fn": None}, ValueError, "^loss_fn of the engine missing on rank 0, which holds the last stage"),
-    "neither": ({"loss_fn": None, "target": None}, ValueError, "^loss_fn of the engine and target missing on rank 0"),
-    "a target of another length": (
+    ({"segment_sizes": [4, 3]}, "ValueError: segment_sizes sum to 7 tokens, the sequence has 8"),
+    ({"target": None}, "ValueError: ^target missing on rank 0, which holds the last stage"),
+    ({"loss_fn": None}, "ValueError: ^loss_fn of the engine missing on rank 0, which holds the last stage"),
+    ({"loss_fn": None, "target": None}, "ValueError: ^loss_fn of the engine and target missing on rank 0"),
+    (
         {"target": TARGET[:, :6]},
-        ValueError,
-        r"target of micro-batch 0 of shape \(2, 6\) has no dimension 1 of 8 tokens",
+        r"ValueError: target of micro-batch 0 of shape \(2, 6\) has no dimension 1 of 8 tokens",
     ),
-    "a target without a sequence": (
-        {"target": TARGET[:, 0]},
-        ValueError,
-        r"target of micro-batch 0 of shape \(2,\) has no dimension 1 of 8 tokens",
-    ),
-    "too few targets": ({"target": [TARGET]}, ValueError, "target is a list of 1 micro-batches, the engine runs 2"),
-    "a target without a tensor": (
+    ({"target": TARGET[:, 0]}, r"ValueError: target of micro-batch 0 of shape \(2,\) has no dimension 1 of 8 tokens"),
+    ({"target": [TARGET]}, "ValueError: target is a list of 1 micro-batches, the engine runs 2"),
+    (
         {"target": {"labels": "of many"}},
-        TypeError,
-        r"target is a dict: give the engine loss=Loss\(weight=...\), a callable that counts",
+        r"TypeError: target is a dict: give the engine loss=Loss\(weight=...\), a callable that counts",
     ),
-    "a negative count": (
+    (
         {"loss": Loss(weight=lambda target: -1.0)},
-        ValueError,
-        "Loss.weight of micro-batch 0, segment 0 is -1.0, must be at least 0",
+        "ValueError: Loss.weight of micro-batch 0, segment 0 is -1.0, must be at least 0",
     ),
-    "a global count of zero": ({"count": 0}, ValueError, "loss_weight is 0, must be above 0"),
-    "a global count that is no number": ({"count": "12"}, TypeError, "loss_weight must be a number, got str"),
-    "a tensor keyword without a rule": (
+    ({"count": 0}, "ValueError: loss_weight is 0, must be above 0"),
+    ({"count": "12"}, "TypeError: loss_weight must be a number, got str"),
+    (
         {"kwargs": {"mask": MASK}},
-        ValueError,
-        r"keyword argument 'mask' is a tensor of shape \(4, 8\) without a rule: say arg_rules=",
+        r"ValueError: keyword argument 'mask' is a tensor of shape \(4, 8\) without a rule: say arg_rules=",
     ),
-    "a sliced keyword of another length": (
-        sliced(5),
-        ValueError,
-        r"kwargs\['mask'\] of shape \(2, 5\) has no dimension 1 of 8 tokens",
-    ),
-    "a sliced keyword of another batch": (
+    (sliced(5), r"ValueError: kwargs\['mask'\] of shape \(2, 5\) has no dimension 1 of 8 tokens"),
+    (
         sliced(8) | {"kwargs": {"mask": MASK[:3]}},
-        ValueError,
-        r"kwargs\['mask'\] has batch size 3, which 2 micro-batches do not divide",
+        r"ValueError: kwargs\['mask'\] has batch size 3, which 2 micro-batches do not divide",
     ),
-    "too few keyword arguments": (
-        {"kwargs": [{"scale": 1.0}]},
-        ValueError,
-        "kwargs is a list of 1 micro-batches, the engine runs 2",
-    ),
-    "keyword arguments that are no dict": ({"kwargs": (MASK,)}, TypeError, "kwargs must be a dict, .* got tuple"),
-    "no gradients": ({"grad": False}, RuntimeError, "step needs gradients; use eval, or leave torch.no_grad"),
-}
+    ({"kwargs": [{"scale": 1.0}]}, "ValueError: kwargs is a list of 1 micro-batches, the engine runs 2"),
+    ({"kwargs": (MASK,)}, "TypeError: kwargs must be a dict, .* got tuple"),
+    ({"grad": False}, "RuntimeError: step needs gradients; use eval, or leave torch.no_grad"),
+]
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_before_a_step(name: str) -> None:
+@pytest.mark.parametrize(("changes", "words"), BEFORE)
+def test_before_a_step(changes: dict[str, Any], words: str) -> None:
     """The module has not run, and the next correct step of the same engine is right where its options are."""
-    changes, error, text = BEFORE[name]
     call = {key: changes[key] for key in ("inputs", "target", "kwargs") if key in changes}
     options = {k: v for k, v in changes.items() if k not in ("inputs", "target", "kwargs", "count", "grad")}
     stage = Counted()
     engine = make_engine(stage, **options)
     arguments = {"inputs": TOKENS, "target": TARGET, "loss_weight": changes.get("count")} | call
-    with torch.set_grad_enabled(changes.get("grad", True)), pytest.raises(error, match=text) as caught:
+    with torch.set_grad_enabled(changes.get("grad", True)), pytest.raises(Exception) as caught:
         engine.step(**arguments)
+    check_error(caught.value, words)
     assert not str(caught.value).startswith("["), "no unit has to do with it"
     assert stage.calls == 0
     if not options:
@@ -370,77 +320,61 @@ def refuse(stage: Any, x: Tensor) -> Any:
 SAME_LENGTH = "for a segment of 4 tokens, and .* for another of the same length in this step"
 
 # of the first of two stages: F0.0 is its forward 0, F0.1 its forward 1
-AT_UNIT: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "returns nothing": (
+AT_UNIT: list[tuple[Callable[..., Any], str]] = [
+    (
         in_unit(1, lambda stage, x: None),
-        TypeError,
-        r"^\[0\]F0.1: a stage must return a tensor or a tuple of tensors, stage 0 returned NoneType",
+        r"TypeError: ^\[0\]F0.1: a stage must return a tensor or a tuple of tensors, stage 0 returned NoneType",
     ),
-    "returns a dict": (in_unit(0, lambda stage, x: {"hidden": stage(x)}), TypeError, r"^\[0\]F0.0: .* returned dict"),
-    "returns a tuple with a number": (in_unit(0, lambda stage, x: (stage(x), 3)), TypeError, "returned int"),
-    "returns a distributed tensor": (
-        in_unit(0, like_dtensor),
-        TypeError,
-        r"returned a DTensor; return its to_local\(\)",
-    ),
-    "returns a tensor of another device": (
+    (in_unit(0, lambda stage, x: {"hidden": stage(x)}), r"TypeError: ^\[0\]F0.0: .* returned dict"),
+    (in_unit(0, lambda stage, x: (stage(x), 3)), "TypeError: returned int"),
+    (in_unit(0, like_dtensor), r"TypeError: returned a DTensor; return its to_local\(\)"),
+    (
         in_unit(1, lambda stage, x: stage(x).to("meta")),
-        ValueError,
-        r"^\[0\]F0.1: stage 0 returned a torch.strided tensor on meta",
+        r"ValueError: ^\[0\]F0.1: stage 0 returned a torch.strided tensor on meta",
     ),
-    "returns a sparse tensor": (
+    (
         in_unit(0, lambda stage, x: stage(x).detach().to_sparse()),
-        ValueError,
-        r"^\[0\]F0.0: stage 0 returned a torch.sparse_coo tensor on cpu; its outputs must be strided",
+        r"ValueError: ^\[0\]F0.0: stage 0 returned a torch.sparse_coo tensor on cpu; its outputs must be strided",
     ),
-    "returns another shape": (
+    (
         in_unit(1, lambda stage, x: stage(x)[:, :3]),
-        ValueError,
-        r"^\[0\]F0.1: stage 0 returned \(2, 3, 8\) torch.float64 " + SAME_LENGTH,
+        r"ValueError: ^\[0\]F0.1: stage 0 returned \(2, 3, 8\) torch.float64 " + SAME_LENGTH,
     ),
-    "returns another number of tensors": (
+    (
         in_unit(2, lambda stage, x: (stage(x), x)),
-        ValueError,
-        r"^\[0\]F1.0: stage 0 returned .* torch.int64 " + SAME_LENGTH,
+        r"ValueError: ^\[0\]F1.0: stage 0 returned .* torch.int64 " + SAME_LENGTH,
     ),
-    "returns a dtype that cannot be sent": (
+    (
         in_unit(0, lambda stage, x: stage(x).detach().to(torch.float8_e4m3fn)),
-        TypeError,
-        r"^\[0\]F0.0: a stage cannot hand over a tensor of dtype torch.float8_e4m3fn",
+        r"TypeError: ^\[0\]F0.0: a stage cannot hand over a tensor of dtype torch.float8_e4m3fn",
     ),
-    "returns too many tensors": (
+    (
         in_unit(0, lambda stage, x: (stage(x),) * 17),
-        ValueError,
-        r"^\[0\]F0.0: a stage hands over at most 16 tensors, got 17",
+        r"ValueError: ^\[0\]F0.0: a stage hands over at most 16 tensors, got 17",
     ),
-    "raises": (in_unit(1, refuse), Refused, "^not today$"),
-    "a cache of another dtype": (
+    (in_unit(1, refuse), "Refused: ^not today$"),
+    (
         lambda stage, x, call: stage(x) + attend(heads(x, dtype=(torch.float64, torch.float32)[call])).sum(),
-        ValueError,
-        r"^\[0\]F0.1: layer 1000 changed within a step: .* float32.* its first use had .* float64",
+        r"ValueError: ^\[0\]F0.1: layer 1000 changed within a step: .* float32.* its first use had .* float64",
     ),
-    "a layer used twice in one forward": (
+    (
         in_unit(0, twice),
-        RuntimeError,
-        r"^\[0\]F0.0: layer 1000 is used twice in one forward, .* give each use its own layer_handle\(index\)",
+        r"RuntimeError: ^\[0\]F0.0: layer 1000 is used twice in one forward, .* give each use its own layer_handle",
     ),
-    "state that was never left": (
+    (
         in_unit(1, lambda stage, x: seq1f1b.carry_in(7, stage(x))),
-        RuntimeError,
-        r"^\[0\]F0.1: .*segment 1 reads carried state 7, which segment 0 did not leave",
+        r"RuntimeError: ^\[0\]F0.1: .*segment 1 reads carried state 7, which segment 0 did not leave",
     ),
-    "state left twice": (in_unit(0, left_twice), ValueError, r"^\[0\]F0.0: carried state 0 is left twice"),
-    "state left without gradients": (
+    (in_unit(0, left_twice), r"ValueError: ^\[0\]F0.0: carried state 0 is left twice"),
+    (
         in_unit(0, left_without_gradients),
-        RuntimeError,
-        r"^\[0\]F0.0: carry_out with gradients off .* use_reentrant=False",
+        r"RuntimeError: ^\[0\]F0.0: carry_out with gradients off .* use_reentrant=False",
     ),
-    "an auxiliary loss of many elements": (
+    (
         in_unit(1, lambda stage, x: seq1f1b.add_loss(stage(x))),
-        ValueError,
-        r"^\[0\]F0.1: add_loss needs a tensor of one element, got shape \(2, 4, \d+\)",
+        r"ValueError: ^\[0\]F0.1: add_loss needs a tensor of one element, got shape \(2, 4, \d+\)",
     ),
-}
+]
 
 
 def step(engine: PipelineEngine, **changes: Any) -> Any:
@@ -454,25 +388,23 @@ def step_without_gradients(engine: PipelineEngine) -> Any:
 
 def run_two(
     faults: tuple[Any, Any] = (None, None), loss: Any = cross_entropy, calls: tuple[Any, Any] = (step, step)
-) -> tuple[list[Exception | None], list[int], float]:
-    """Two ranks make a failing call, then a correct step. Errors and forwards of the failing call, and its seconds."""
+) -> tuple[list[Exception | None], list[int]]:
+    """Two ranks make a failing call, then a correct step. Errors and forwards of the failing call."""
 
     def run(group: Any) -> Any:
         stage, switched = Counted(group.rank, 2, faults[group.rank]), Switched(loss)
         engine = make_engine(stage, group=group, loss_fn=switched)
-        began = time.monotonic()
         failed: Exception | None = None
         try:
             calls[group.rank](engine)
         except Exception as error:
             failed = error
-        seconds = time.monotonic() - began
         stage.fault, switched.inner, count = None, cross_entropy, stage.calls
-        return failed, count, seconds, good_step(engine)
+        return failed, count, good_step(engine)
 
     results = run_ranks(2, run)
-    check_good([r[3] for r in results])
-    return [r[0] for r in results], [r[1] for r in results], max(r[2] for r in results)
+    check_good([r[2] for r in results])
+    return [r[0] for r in results], [r[1] for r in results]
 
 
 class Switched:
@@ -483,45 +415,36 @@ class Switched:
         return self.inner(output, target)
 
 
-@pytest.mark.parametrize("name", AT_UNIT)
-def test_at_a_unit(name: str) -> None:
+@pytest.mark.parametrize(("fault", "words"), AT_UNIT)
+def test_at_a_unit(fault: Callable[..., Any], words: str) -> None:
     """The rank gets the error itself, the other one a PipelineError with rank and cause; what was wrong is not sent."""
-    fault, error, text = AT_UNIT[name]
-    (own, other), calls, seconds = run_two((fault, None))
-    assert type(own) is error
-    with pytest.raises(error, match=text):
-        raise own
+    (own, other), calls = run_two((fault, None))
+    check_error(own, words)
     assert type(other) is PipelineError and other.rank == 0
     unit = f"[0]F{(calls[0] - 1) // K}.{(calls[0] - 1) % K}"
-    assert str(other) == f"rank 0 ended the step: {unit}: {error.__name__}: {str(own).removeprefix(f'{unit}: ')}"
+    assert str(other) == f"rank 0 ended the step: {unit}: {type(own).__name__}: {str(own).removeprefix(f'{unit}: ')}"
     assert calls[1] < calls[0], "the next stage ran on an output that was wrong"
-    assert seconds < AT_ONCE
 
 
-AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "many elements": (
+AT_LOSS: list[tuple[Callable[..., Any], str]] = [
+    (
         lambda output, target: output.sum((1, 2)),
-        ValueError,
-        r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
+        r"ValueError: ^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
     ),
-    "raises": (
+    (
         lambda output, target: cross_entropy(output[:, :2], target),
-        ValueError,
-        r"^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
+        r"ValueError: ^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", AT_LOSS)
-def test_at_the_loss(name: str) -> None:
-    loss, error, text = AT_LOSS[name]
-    (other, own), _, seconds = run_two(loss=loss)
-    with pytest.raises(error, match=text):
-        raise own
+@pytest.mark.parametrize(("loss", "words"), AT_LOSS)
+def test_at_the_loss(loss: Callable[..., Any], words: str) -> None:
+    (other, own), _ = run_two(loss=loss)
+    check_error(own, words)
     assert (
         type(other) is PipelineError and other.rank == 1 and "rank 1 ended the step: [1]F0.0: ValueError" in str(other)
     )
-    assert seconds < AT_ONCE
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -537,11 +460,10 @@ class RaisesInBackward(torch.autograd.Function):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_in_a_backward(rank: int) -> None:
     fault = in_unit(1, lambda stage, x: RaisesInBackward.apply(stage(x)))
-    errors, _, seconds = run_two((fault, None) if rank == 0 else (None, fault))
+    errors, _ = run_two((fault, None) if rank == 0 else (None, fault))
     own, other = errors[rank], errors[1 - rank]
     assert type(own) is ValueError and f"[{rank}]B0.1: bad gradient of (2, 4, " in str(own)
     assert type(other) is PipelineError and f"rank {rank} ended the step: [{rank}]B0.1: ValueError: bad" in str(other)
-    assert seconds < AT_ONCE
 
 
 def test_parameters_keep_their_gradients_dtype_after_a_failed_step() -> None:
@@ -561,39 +483,35 @@ def test_parameters_keep_their_gradients_dtype_after_a_failed_step() -> None:
 
 
 # what each rank does first, and the rank that sees it: error and text
-DISAGREE: dict[str, tuple[tuple[Any, Any], int, type[Exception], str]] = {
-    "eval on the first": (
-        (lambda e: e.eval(TOKENS, target=TARGET), step), 1, RuntimeError,
-        r"F\d.\d of step 1 \(eval\), .*: do all ranks run the same schedule",
+DISAGREE: list[tuple[tuple[Any, Any], int, str]] = [
+    (
+        (lambda e: e.eval(TOKENS, target=TARGET), step),
+        1,
+        r"RuntimeError: F\d.\d of step 1 \(eval\), .*: do all ranks run the same schedule",
     ),
-    "eval on the last": (
-        (step, lambda e: e.eval(TOKENS, target=TARGET)), 1, RuntimeError,
-        r"received F0.0 of step 1 \(train\), .* but the program expects F0.0 of step 1 \(eval\)",
+    (
+        (step, lambda e: e.eval(TOKENS, target=TARGET)),
+        1,
+        r"RuntimeError: received F0.0 of step 1 \(train\), .* but the program expects F0.0 of step 1 \(eval\)",
     ),
-    "gradients": ((step, step_without_gradients), 1, RuntimeError, "^step needs gradients; use eval"),
-    "a target on the last": (
-        (step, lambda e: step(e, target=TARGET[:, :7])), 1, ValueError,
-        r"target of micro-batch 0 of shape \(2, 7\) has no dimension 1 of 8 tokens",
+    ((step, step_without_gradients), 1, "RuntimeError: ^step needs gradients; use eval"),
+    (
+        (step, lambda e: step(e, target=TARGET[:, :7])),
+        1,
+        r"ValueError: target of micro-batch 0 of shape \(2, 7\) has no dimension 1 of 8 tokens",
     ),
-    "a keyword on the last": (
-        (step, lambda e: step(e, kwargs={"mask": MASK})), 1, ValueError, "^keyword argument 'mask' is a tensor",
-    ),
-    "no inputs on the first": (
-        (lambda e: step(e, inputs=None), step), 0, ValueError, "^inputs are needed on the rank of the first stage",
-    ),
-}  # fmt: skip
+    ((step, lambda e: step(e, kwargs={"mask": MASK})), 1, "ValueError: ^keyword argument 'mask' is a tensor"),
+    ((lambda e: step(e, inputs=None), step), 0, "ValueError: ^inputs are needed on the rank of the first stage"),
+]
 
 
-@pytest.mark.parametrize("name", DISAGREE)
-def test_ranks_that_disagree(name: str) -> None:
-    first, rank, error, text = DISAGREE[name]
-    errors, calls, seconds = run_two(calls=first)
-    with pytest.raises(error, match=text):
-        raise errors[rank]
+@pytest.mark.parametrize(("first", "rank", "words"), DISAGREE)
+def test_ranks_that_disagree(first: tuple[Any, Any], rank: int, words: str) -> None:
+    errors, calls = run_two(calls=first)
+    check_error(errors[rank], words)
     other = errors[1 - rank]
     assert type(other) is PipelineError and other.rank == rank and f"rank {rank} ended the step: " in str(other)
     assert calls[rank] == 0, "the rank ran a unit of a step that could not be right"
-    assert seconds < AT_ONCE
 
 
 # -- a stage that changes its input in place ---------------------------------------------------------------------------

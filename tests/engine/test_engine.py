@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slices import pairs_of
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor, nn
 
 import seq1f1b
@@ -66,31 +66,6 @@ def test_peaks_are_the_plans_and_the_formulas():
             assert stage.activation_bytes is not None and stage.planned_activation_bytes is not None
             # what a segment's graph keeps is nearly proportional to its tokens
             assert 0.8 < stage.activation_bytes / stage.planned_activation_bytes < 1.25
-
-
-def test_eval_between_steps_gives_losses_and_merged_outputs():
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 3, LENGTH)
-    with torch.no_grad():
-        outputs = model(tokens)
-    losses, truth = run_whole(model, tokens, target, 3)
-
-    def run(group):
-        engine = engine_of(stage_of(model, config, group.rank, 3), group, 3, 4)
-        before = engine.eval(tokens, target=target, return_outputs=True)
-        engine.step(tokens, target=target)
-        only_outputs = engine.eval(tokens, return_outputs=True)
-        return before, only_outputs, grads(engine), engine.report().stages[0].peak_live_units
-
-    results = run_ranks(3, run)
-    (found, merged), (none, again), _, peak = results[-1]
-    check_losses(found, losses)
-    torch.testing.assert_close(merged, outputs, rtol=0, atol=1e-12)
-    assert none == [] and torch.equal(again, merged)
-    assert results[0][0] == ([], None)
-    assert peak == 1
-    assert gradient_error(gradients_of(r[2] for r in results), truth) <= 1e-10
 
 
 class TwoTensors(nn.Module):

@@ -60,34 +60,19 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64), torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64)
 
 
-def run_shifts(
-    view: str, schedule: str, num_ranks: int, per_rank: int, order: dict[str, Any] | None = None, **options: Any
-) -> None:
+def run_shifts(view: str) -> None:
     torch.manual_seed(0)
-    count = num_ranks * per_rank
-    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), *(Shift(view, i) for i in range(1, count))]
+    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift(view)]
     x, target = batch()
-    segments = 1 if schedule in ("zbv", "1f1b") else K
-    built = seq1f1b.build_schedule(
-        schedule,
-        num_ranks=num_ranks,
-        num_microbatches=M,
-        num_segments=segments,
-        stages_per_rank=per_rank,
-        **(order or {}),
-    )
 
     def work(group: Any) -> Any:
-        own = [stages[i] for i, rank in enumerate(built.rank_of_stage) if rank == group.rank]
-        engine = PipelineEngine(
-            own, schedule=built, num_microbatches=M, num_segments=segments, loss_fn=F.mse_loss, group=group, **options
-        )
+        engine = PipelineEngine(stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group)
         losses = engine.eval(x, target=target)
         stepped = engine.step(x, target=target)
         evaluated, outputs = engine.eval(x, target=target, return_outputs=True)
         return losses, stepped, evaluated, outputs
 
-    found = [result for result in run_ranks(num_ranks, work) if result[0]]
+    found = [result for result in run_ranks(2, work) if result[0]]
     assert len(found) == 1
     expected = whole_losses(stages, x, target)
     for losses in found[0][:3]:
@@ -102,25 +87,7 @@ def run_shifts(
 
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_a_carried_view_of_what_was_received(view: str) -> None:
-    run_shifts(view, "seq1f1b", 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks", "per_rank", "options"),
-    [
-        ("seq1f1b", 3, 1, {}),
-        ("seq1f1b", 2, 1, {"order": {"prefetch": 0}}),
-        ("seq1f1b-interleaved", 2, 2, {}),
-        ("seq-zbv", 2, 2, {}),
-        ("seq-zb-h1", 2, 1, {}),
-        ("gpipe", 2, 1, {}),
-        ("breadth-first", 2, 2, {}),
-        ("seq1f1b", 2, 1, {"memory": Memory(recompute="all")}),
-        ("seq1f1b", 2, 1, {"order": {"weights": "fill"}}),
-    ],
-)  # fmt: skip
-def test_a_carried_view_in_every_placement(schedule: str, num_ranks: int, per_rank: int, options: Any) -> None:
-    run_shifts("slice", schedule, num_ranks, per_rank, **options)
+    run_shifts(view)
 
 
 # -- what hooks, losses and stages keep ------------------------------------------------------------------------------
@@ -290,7 +257,7 @@ def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -
 def test_without_swapping_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch before 2.12."""
     monkeypatch.setattr(edges, "_SWAPS", False)
-    run_shifts("slice", "seq1f1b", 2, 1)
+    run_shifts("slice")
 
 
 def transports(rank: int, world: int, transport: str) -> None:

@@ -30,7 +30,18 @@ from tree_runs import Trees, along, data_of, paths_of, random_rows, random_trees
 from waits import Waits
 from wide_products import wide_products
 
-from seq1f1b import Costs, Loss, Memory, PipelineEngine, Schedule, ScheduleError, add_loss, build_schedule
+from seq1f1b import (
+    Costs,
+    Loss,
+    Memory,
+    PipelineEngine,
+    Schedule,
+    ScheduleError,
+    add_loss,
+    build_schedule,
+    carry_in,
+    carry_out,
+)
 from seq1f1b.testing import run_ranks
 
 FAMILIES = {cases[0][0]: cases for cases in by_family(all_cases())}
@@ -64,6 +75,7 @@ class Draw:
         adds: whether layers add their products in one call.
         ties: names of parameters, the second of which is the first.
         adds_loss: whether the first block adds an auxiliary loss, a mean over its tokens.
+        carries: whether the second block carries a view of its last row to the next segment.
     """
 
     schedule: Schedule
@@ -83,6 +95,7 @@ class Draw:
     ties: tuple[tuple[str, str], ...] = ()
     frozen: tuple[int, ...] = ()
     adds_loss: bool = False
+    carries: bool = False
 
     @property
     def is_spread(self) -> bool:
@@ -175,7 +188,17 @@ def draw(seed: int, folder: Path) -> Draw:
         found.frozen = tuple(s for s in range(found.schedule.num_stages) if rng.random() < 0.2)
     has_mean = found.loss in ("means", "targets", "weight", "tokens") and found.shape != "trees"
     found.adds_loss = has_mean and found.memory.blocks is None and rng.random() < 0.5
+    has_siblings = any(isinstance(size, list) for sizes in found.trees.sizes for size in sizes)
+    may_carry = found.shape != "documents" and not has_siblings and found.memory.blocks is None
+    found.carries = may_carry and rng.random() < 0.5
     return found
+
+
+def shifted(block: nn.Module, given: Any, output: Tensor) -> Tensor:
+    """A hook: adds half of the row before, which a segment before has left."""
+    before = carry_in(1, torch.zeros_like(output[:, :1]))
+    carry_out(1, output[:, -1:])
+    return output + 0.5 * torch.cat([before, output[:, :-1]], 1)
 
 
 # -- the truth ---------------------------------------------------------------------------------------------------------
@@ -222,6 +245,8 @@ def run_alone(
     divisors = {"means": len(counts), "sum of means": 1, "sum": len(counts), "total": 1, "weight": WEIGHT}
     divisor, added, auxiliary = divisors.get(drawn.loss, sum(counts)), list[Tensor](), list[Tensor]()
     model.blocks["0"].register_forward_hook(lambda block, given, output: added.append(output.square().sum()))
+    if drawn.carries:
+        model.blocks["1"].register_forward_hook(shifted)
     for m, (inputs, target) in enumerate(zip(tokens, targets, strict=True)):
         ends = list(itertools.accumulate(drawn.documents, initial=0))
         paths = [[span] for span in itertools.pairwise(ends)]
@@ -268,6 +293,8 @@ def make_engine(drawn: Draw, model: Stage, memory: Memory, group: Any, default: 
     for s, stage in stages.items():
         stage.requires_grad_(s not in drawn.frozen)
         tie(stage, drawn.ties)
+        if drawn.carries and "1" in stage.blocks:
+            stage.blocks["1"].register_forward_hook(shifted)
     if drawn.adds_loss and 0 in own:
         stages[0].blocks["0"].register_forward_hook(
             lambda block, given, output: add_loss(AUXILIARY * output.square().mean())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import AT_ONCE, run_processes
+from processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,10 +157,8 @@ def _processes(rank: int, world: int, wrap: str) -> None:
             return engine_of(stage, group)  # noqa: B023
 
         if count == 3:
-            began = time.monotonic()
             with pytest.raises(ValueError, match=r"has 2 stages, and was given stage 0 of 3 .*, stage 1 of 3"):
                 make()
-            assert time.monotonic() - began < AT_ONCE
         else:
             make().close()
         dist.barrier()

@@ -223,13 +223,24 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "late": (
         lambda stage: stage.tied_parameters.update(c=stage.own.weight), "['c'] were listed after the first step",
     ),
+    "a property that fails": (
+        lambda stage: setattr(stage, "b", nn.Identity()), "tied_parameters of Computed raises an error",
+    ),
+    "one parameter at two places": (assigned, "a.weight, b.weight were one parameter of stage 1 and are several now"),
 }  # fmt: skip
+OF_KIND = {"a property that fails": lambda: make(Computed), "one parameter at two places": lambda: at_two_places()}
 AT_FIRST = ("frozen", "dtype", "shape", "hook", "hook afterwards")
+
+
+def at_two_places() -> list[Any]:
+    stages = make()
+    stages[1].a.weight = stages[1].b.weight
+    return listed(stages, {"b": "b"}, {"b": "b"})
 
 
 @pytest.mark.parametrize(("name", "is_late"), [*((n, True) for n in WRONG), *((n, False) for n in AT_FIRST)])
 def test_what_is_wrong_with_a_copy_is_named_on_every_rank(name, is_late):
-    stages, (change, told) = make(), WRONG[name]
+    stages, (change, told) = OF_KIND.get(name, make)(), WRONG[name]
 
     def work(group: Any) -> None:
         engine = engine_of(stages, group)
@@ -242,19 +253,6 @@ def test_what_is_wrong_with_a_copy_is_named_on_every_rank(name, is_late):
     assert all(told in text for text in outcomes(work))
 
 
-def test_a_property_that_fails_is_named_and_hides_no_tie():
-    stages = make(Computed)
-
-    def work(group: Any) -> None:
-        engine = engine_of(stages, group)
-        step(engine)
-        if group.rank == 1:
-            stages[1].b = nn.Identity()
-        step(engine)
-
-    assert all("tied_parameters of Computed raises an error" in text for text in outcomes(work))
-
-
 def test_what_cannot_be_found_again_is_named():
     """The list holds what no module does, and nobody knows where it was."""
     stages = make()
@@ -263,23 +261,6 @@ def test_what_cannot_be_found_again_is_named():
     texts = outcomes(lambda group: step(engine_of(stages, group)))
     assert texts[0] == texts[1]
     assert "rank 0: tied parameter 'a' of stage 0 is none of its parameters, and got no gradient" in texts[0]
-
-
-def test_one_parameter_at_two_places_that_becomes_two_is_named():
-    stages = make()
-    stages[1].a.weight = stages[1].b.weight
-    stages = listed(stages, {"b": "b"}, {"b": "b"})
-
-    def work(group: Any) -> None:
-        engine = engine_of(stages, group)
-        step(engine)
-        if group.rank == 1:
-            assigned(stages[1])
-        step(engine)
-
-    assert all(
-        "a.weight, b.weight were one parameter of stage 1 and are several now" in text for text in outcomes(work)
-    )
 
 
 # -- copies that come apart --------------------------------------------------------------------------------------------
