@@ -28,12 +28,11 @@ import statistics
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from arms import Case
-from common import ForeignLoad, gathered, parser_of, show_and_write, spawn, status_bytes
-from memory import MACHINE, MIB, WARM_TOKENS, Ours, PlannedArm, Results, measure_profile, mib, search
+from common import ForeignLoad, gathered, show_and_write, spawn, status_bytes
+from memory import MACHINE, MIB, WARM_TOKENS, Ours, PlannedArm, Results, arguments, measure_profile, mib, search
 from pipeline import peaks_of_steps
 
 from seq1f1b.plan import Plan
@@ -161,15 +160,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    folder = Path(__file__).parent / "results"
-    parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
-    parser.add_argument("--quick", action="store_true", help="a small model and one plan: whether it runs")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (%(default)s)")
-    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank alone; then without caps")
-    options: Any = parser.parse_args()
-    options.output = str(Path(options.output).resolve())
-    os.makedirs(options.output, exist_ok=True)
+    options = arguments(__doc__, ranks=2, lora=0)
     name = f"caps-lora{options.lora}-p{options.ranks}" if options.lora else "caps"
     results = Results(str(Path(options.output) / f"{name}.jsonl"), options.foreign)
     run(options, results)

@@ -252,8 +252,8 @@ def gathered(value: Any) -> list[Any]:
     return everyone
 
 
-def agreed(value: Any) -> Any:
+def agreed(value: Any, group: Any = None) -> Any:
     """Rank 0's, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]

@@ -392,14 +392,14 @@ def run(options: argparse.Namespace, results: Results) -> None:
     measure_longest(results, 2048 if quick else 1024, [*peers, PLANNED], deadline, directory)
 
 
-def arguments(about: str | None) -> argparse.Namespace:
-    """The options of this command, and of `moves.py`; makes the output folder."""
+def arguments(about: str | None, **own: float) -> argparse.Namespace:
+    """The options of this command, of `moves.py` and `caps.py`, those of ``own``; makes the output folder."""
     parser = parser_of(about)
     folder = Path(__file__).parent / "results"
     parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
-    parser.add_argument("--rounds", type=int, default=16, help="counted steps of each arm (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="nothing new is begun after these")
     parser.add_argument("--quick", action="store_true", help="a small model and few arms: whether it runs")
+    for name, default in own.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help="(%(default)s)")
     options = parser.parse_args()
     options.output = str(Path(options.output).resolve())
     os.makedirs(options.output, exist_ok=True)
@@ -407,7 +407,7 @@ def arguments(about: str | None) -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, rounds=16, minutes=math.inf)
     results = Results(f"{options.output}/memory.jsonl", options.foreign)
     run(options, results)
     results.reload()

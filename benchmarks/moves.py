@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, rounds=16, minutes=math.inf)
     results = Results(f"{options.output}/moves.jsonl", options.foreign)
     run(options, results)
     results.reload()

@@ -384,9 +384,7 @@ class World:
 
     def agreed(self, value: bool, group: Any = None) -> bool:
         """Rank 0's; always true where any load will do."""
-        values = [value or self.any_load]
-        dist.broadcast_object_list(values, src=0, group=group)
-        return values[0]
+        return agreed(value or self.any_load, group)
 
     def await_quiet(self, group: Any = None) -> bool:
         """Waits until other processes leave the cores alone; False where time is up."""
@@ -402,7 +400,7 @@ def measure(
     world: World, setup: Setup, layers: Sequence[int], length: int, num_ranks: int, M: int, arguments: dict[str, Any]
 ) -> list[float]:
     """Seconds of the steps that counted; on every rank."""
-    result: list[Any] = [[]]
+    times: list[float] = []
     if world.rank < num_ranks:
         group = world.groups[num_ranks]
         given = arguments["schedule"]
@@ -426,19 +424,17 @@ def measure(
             return time.perf_counter() - begin
 
         longest = max(step() for _ in range(2))
-        result[0] = take_blocks(world, group, step, longest)
+        times = take_blocks(world, group, step, longest)
         engine.close()
-    dist.broadcast_object_list(result, src=0)
-    return result[0]
+    return agreed(times)
 
 
 def take_blocks(world: World, group: Any, step: Callable[[], float], seconds: float) -> list[float]:
-    counts = [max(1, math.ceil(BLOCK_SECONDS / seconds))]
-    dist.broadcast_object_list(counts, src=0, group=group)
+    count = agreed(max(1, math.ceil(BLOCK_SECONDS / seconds)), group)
     times: list[float] = []
     while len(times) < LEAST_STEPS and world.await_quiet(group):
         load = ForeignLoad(world.pids)
-        block = [step() for _ in range(counts[0])]
+        block = [step() for _ in range(count)]
         if world.agreed(load.cores() < FOREIGN_LIMIT, group):
             times += block
     return times if len(times) >= LEAST_STEPS else []

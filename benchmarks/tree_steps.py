@@ -35,6 +35,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import seq1f1b
 
 HIDDEN, BLOCKS, VOCAB = 256, 4, 1024
+TREES, SEGMENTS, SIBLINGS = 2, 4, 2  # segments of a prompt, and answers in one unit
+ROW_SEGMENTS = 3
 Step = tuple[list[Tensor], list[Tensor], dict[str, Any]]  # inputs, targets, and the other arguments of a step
 
 
@@ -124,13 +126,13 @@ def even(tokens: int, count: int) -> list[int]:
 
 
 def measure(rank: int, given: argparse.Namespace, path: str) -> None:
-    prompts = Prompts(given.prompt, given.responses, given.response, given.trees)
+    prompts = Prompts(given.prompt, given.responses, given.response, TREES)
     shape = {"hidden": HIDDEN, "blocks": BLOCKS, "vocab": VOCAB}
     stage = Stage(rank, 2, **shape)
     engine = seq1f1b.PipelineEngine(
         stage, schedule="seq1f1b", num_microbatches=2, num_segments=2, loss_fn=cross_entropy
     )
-    steps = {"trees": prompts.as_trees(given.siblings, given.segments), "rows": prompts.as_rows(given.row_segments)}
+    steps = {"trees": prompts.as_trees(SIBLINGS, SEGMENTS), "rows": prompts.as_rows(ROW_SEGMENTS)}
     arms: dict[str, Arm] = {
         name: EngineArm([stage], engine, (inputs, targets), **options)
         for name, (inputs, targets, options) in steps.items()
@@ -148,7 +150,7 @@ def measure(rank: int, given: argparse.Namespace, path: str) -> None:
     results = Records(path, given.foreign)
     take_rounds(arms, results, given.steps)
     if rank == 0:
-        what = f"prompt {given.prompt}, {given.responses} responses of {given.response}, {given.trees} trees"
+        what = f"prompt {given.prompt}, {given.responses} responses of {given.response}, {TREES} trees"
         for name in arms:
             seconds = sorted(step[0] for step in results.counted(name)[0])
             print(f"{what}: {name:7s} {statistics.median(seconds):.3f} s [{seconds[0]:.3f}, {seconds[-1]:.3f}]")
@@ -162,14 +164,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--response", type=int, default=256)
-    parser.add_argument("--trees", type=int, default=2)
-    parser.add_argument("--segments", type=int, default=4, help="of a prompt in a tree")
-    parser.add_argument("--row-segments", type=int, default=3, help="of a row")
-    parser.add_argument("--siblings", type=int, default=2, help="in one unit")
     parser.add_argument("--steps", type=int, default=15)
     given = parser.parse_args()
-    if given.responses % given.siblings:
-        parser.error("--siblings must divide --responses")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("Prompts with several responses, two processes of one thread"))
     sys.stdout.flush()

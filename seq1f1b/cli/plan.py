@@ -24,15 +24,11 @@ _ARGUMENTS |= {name: name for name in ("memory", "segments", "inside", "remedies
 def add(command: argparse.ArgumentParser) -> None:
     add_model_options(command, required=True)
     lengths = (
-        "in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a file "
-        "with a line 'N COUNT' for each length, or 'N' for each sequence"
+        "in place of --seq: how many sequences have N tokens; or a file with lines 'N COUNT', or 'N' for each sequence"
     )
     prompt = "in place of --seq, with --responses: tokens of a prompt; compares a step of trees with a step of rows"
     remedies = "ways to make an order fit, unit by unit: recompute, offload (default: recompute)"
-    vocabulary = (
-        "ends: the first and the last stage have embedding and head; ranks: each rank has a part of both; any: try "
-        "both (default: any)"
-    )
+    vocabulary = "embedding and head in the first and the last stage, or over the ranks; any: try both (default: any)"
     memory = "most memory of a device, as 68GiB or 24e9 (default: 85 %% of the device's memory)"
     options = {
         "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),

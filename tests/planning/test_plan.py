@@ -115,7 +115,8 @@ def test_the_text_says_of_every_plan_what_its_ranks_hold():
         assert row[:3] == [str(number), plan.schedule, str(plan.num_segments)]
         assert row[-1] == f"{max(plan.peak) / 2**30:.1f}" and rounded(plan.seconds) in row
     advice = next(i for i, line in enumerate(lines) if line.startswith("next: "))
-    assert advice - lines.index("   the least certain numbers, and what their ends add to the step:") == 4
+    call = next(i for i, line in enumerate(lines) if line.startswith("run plan 1: PipelineEngine(stages, schedule="))
+    assert call - lines.index("   the least certain numbers, and what their ends add to the step:") == 4
     assert " ".join(map(str.strip, lines[advice : lines.index("left out:")])) == f"next: {found.next_step}"
     left_out = lines[lines.index("left out:") + 1 :]
     assert left_out == [f"   {name}: {why}" for name, why in found.fallen.items()] and len(left_out) > 10
