@@ -84,7 +84,7 @@ def test_plans_move_units_to_where_the_engine_takes_them(name: str) -> None:
     assert any("L" in row for row in found.plans[0].units)
     assert found.tier is not None
     where.check(found.tier, "offload", machine.device_type)
-    asked = "seq1f1b.HOST" if machine.device_type == "cuda" else "offload=FOLDER"
+    asked = "seq1f1b.HOST" if machine.device_type == "cuda" else 'offload="FOLDER"'
     assert asked in found.to_text("model")
     if machine.device_type == "cuda":
         small = replace(machine, host_memory=8.0)
