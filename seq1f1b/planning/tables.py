@@ -27,6 +27,7 @@ __all__: list[str] = []
 
 _ATTENTION_BACKWARD = 2.5  # flash attention: five matrix products in backward for two in forward
 _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
+_NARROW = 32  # least rank whose products reach the rate: with 8 they take as long (torch 2.13 on an EPYC, one thread)
 _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # per layer in F, and in I, which gathers the inputs of two products again
 
 
@@ -187,7 +188,7 @@ class ByParts:
     def _trained(self, full: PassSeconds, layer: Layer, tokens: Any) -> PassSeconds:
         """Returns the seconds of a layer whose weights may be frozen.
 
-        Adapters multiply in each of F, I and W, with rows as fast as those of W, and move their inputs and outputs.
+        Adapters multiply in each of F, I and W, at the rate of W but for a low rank, and move their inputs and outputs.
 
         Args:
             full: seconds of the layer if all of it is trained.
@@ -198,7 +199,7 @@ class ByParts:
         numbers, matrices = self._adapted(layer), layer.mixer + 3 * self.model.hidden * layer.ffn
         each = 0.0 * full.weight
         if self.layout.lora:
-            each = full.weight * self.layout.lora * numbers / matrices
+            each = full.weight * max(self.layout.lora, _NARROW) * numbers / matrices
             each = each + 2 * numbers * self.hardware.element_bytes * tokens / self.hardware.bandwidth
         forward, back = full.forward + each, full.input + each
         return PassSeconds(forward, back, each, back + each, full.recompute + each)

@@ -210,7 +210,8 @@ def test_adapters_alone_are_trained() -> None:
     layouts = (Layout(), Layout(frozen=True), Layout(lora=5), Layout(lora=5, weight_bits=4, data=2))
     costs = [CostModel(SMALL, EXACT, num_ranks=1, seq_len=64, layout=layout) for layout in layouts]
     full, frozen, lora, narrow = (cost.price([64]) for cost in costs)
-    product, of_adapters, head = (2 * 64 * n / 1e9 for n in (6 * sum(a * b for a, b in matrices), 6 * adapters, H * 50))
+    widened = 32 / 5 * adapters  # a product of rank 5 takes as long as one of rank 32
+    product, of_adapters, head = (2 * 64 * n / 1e9 for n in (6 * sum(a * b for a, b in matrices), 6 * widened, H * 50))
     assert full.seconds.weight[0][0] == pytest.approx(product + head, rel=1e-9)
     assert frozen.seconds.weight[0][0] == 0.0 and np.array_equal(frozen.seconds.input, full.seconds.input)
     assert lora.seconds.weight[0][0] == pytest.approx(of_adapters, rel=1e-9)
