@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -494,10 +494,9 @@ class Price:
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 
-def _state_bytes(cost: CostModel, stages: Iterable[int]) -> float:
+def _state_bytes(cost: CostModel, stages: Sequence[int]) -> float:
     """Returns the bytes of weights, gradients and optimizer state of some stages."""
     hw, parts = cost.hardware, cost.parts
     of_trained = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data
-    stages = list(stages)
     trained = sum([parts.trained_parameters[stage] for stage in stages])
     return trained * of_trained + sum([parts.frozen_bytes[stage] for stage in stages])

@@ -118,6 +118,8 @@ class ByParts:
         self.message_bytes = model.hidden * hardware.element_bytes / self.devices
         rows = [layer.keys / self.devices for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
+        self._weight_bits = layout.weight_bits or 8 * hardware.element_bytes
+        self._has_w = not layout.is_frozen or layout.lora > 0  # matrices save their inputs for W alone
         # Saved activations of one token and layer without recomputation, by kind of layer.
         self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
         # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
@@ -170,8 +172,8 @@ class ByParts:
             fixed = attention * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
             fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
             fixed_back += fixed if layout.inside == "full" else 0.0
-            if layout.weight_bits is not None:  # frozen weights are written as activations' dtype, and read again
-                opened = self.layer_parameters[kind] * (layout.weight_bits / 8 + 2 * hw.element_bytes) / hw.bandwidth
+            if self._weight_bits < 8 * hw.element_bytes:  # written in activations' dtype, and read again
+                opened = self.layer_parameters[kind] * (self._weight_bits / 8 + 2 * hw.element_bytes) / hw.bandwidth
                 fixed, fixed_back = fixed + opened, fixed_back + opened
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
             forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
@@ -297,9 +299,8 @@ class ByParts:
     @cached_property
     def frozen_bytes(self) -> list[float]:
         """Bytes of the frozen weights on one device of each stage, by stage."""
-        bits = 8 * self.hardware.element_bytes if self.layout.weight_bits is None else self.layout.weight_bits
-        if self.layout.weight_bits in (4, 8):
-            bits += 0.5  # a block of 64 weights has a scale in float32
+        scale = 0.5 * (self.layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
+        bits = self._weight_bits + scale
         return [n * bits / 8 * self.layout.is_frozen for n in self.stage_parameters]
 
     @cached_property
@@ -330,7 +331,7 @@ class ByParts:
             routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
             hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
             of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
-            if self.layout.frozen and not self.layout.lora:  # no W, so nothing is kept for it, or left to it
+            if not self._has_w:  # nothing is kept for W, or left to W
                 of_norms = of_ffn = 0.0
             again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
             left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
@@ -344,10 +345,9 @@ class ByParts:
         h, e = self.model.hidden, self.hardware.element_bytes
         if inside == "full":
             return e * h
-        reads = not self.layout.frozen or self.layout.lora > 0  # matrices save their inputs only for W
-        saved = e * ((1 + reads) * layer.norms * h + layer.kept) + 4 * layer.heads
+        saved = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
         if inside == "none":
-            saved += e * (2 + reads) * layer.ffn
+            saved += e * (2 + self._has_w) * layer.ffn
         if layer.experts > 1:
             saved += 2 * e * h * layer.experts_per_token  # inputs sent to the experts, and outputs of the experts
         return saved

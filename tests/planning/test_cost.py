@@ -223,6 +223,9 @@ def test_adapters_alone_are_trained() -> None:
     static = [price.rank_bytes(order)[0].static for price in (frozen, lora, narrow)]
     assert static == [2 * count, 2 * count + 18 * 6 * adapters, math.ceil(count * 4.5 / 8 + 12 * 6 * adapters)]
     assert lora.held_bytes()[0][0] == full.held_bytes()[0][0] > frozen.held_bytes()[0][0]
+    sixteen = CostModel(SMALL, load_hardware("h100"), num_ranks=1, seq_len=64, layout=Layout(lora=5, weight_bits=16))
+    plain = CostModel(SMALL, load_hardware("h100"), num_ranks=1, seq_len=64, layout=Layout(lora=5))
+    assert np.array_equal(sixteen.price([64]).seconds, plain.price([64]).seconds)
     moments = {name: EXACT.with_optimizer(name).optimizer_bytes for name in ("adamw", "adamw8bit", "sgd", "muon")}
     assert moments == {"adamw": 12, "adamw8bit": 6, "sgd": 8, "muon": 8}
 
