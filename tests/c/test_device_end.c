@@ -555,6 +555,8 @@ static void test_faults_of_hosts(void)
             s1f_group_failure(p.groups[0], &failure);
             CHECK(failure.rank == 1);
             CHECK(stand_in_drain(2000) == 0);
+            for (int32_t rank = 0; rank < set.num_ranks; rank++)
+                CHECK(p.states[rank].num_unused == MAX_BUFFERS); /* what was handed out is back */
             free_pipeline(&p);
         }
 }

@@ -17,13 +17,6 @@ enum { MAX_RANKS = 3, ARENA_BYTES = 64 << 20 };
 static const int64_t SECOND = 1000000000;
 static const char EDGE[] = "activations of stage 0 to 1";
 
-static int64_t now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * SECOND + time.tv_nsec;
-}
-
 static void sleep_ms(int ms)
 {
     nanosleep(&(struct timespec){.tv_nsec = ms * 1000000L}, NULL);
@@ -112,13 +105,6 @@ static int holds_ints(const s1f_message *message, int64_t elements, int32_t valu
 
 /* -- messages ---------------------------------------------------------------------------------------------------- */
 
-enum { MESSAGES = 40 };
-
-static int64_t elements_of(int64_t n)
-{
-    return n * 37 % 1000 * (n % 7 == 0 ? 100 : 1);
-}
-
 /* A step that was given up leaves positions behind; the next step does not see them. */
 static void test_aborted_step_is_forgotten(void)
 {
@@ -193,6 +179,10 @@ static void test_mistakes(void)
     pipeline p = make_pipeline(2);
     const s1f_message *message;
     const void *payload;
+    char out[S1F_GATHER_BYTES];
+    int32_t bytes;
+    CHECK_STATUS(s1f_group_gather(p.groups[0], 9, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
+                 "4033");
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, 0), S1F_ERR_ARG, "0 places");
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "ulimit -v unlimited");
     begin(&p, 1, 2);
@@ -263,6 +253,11 @@ static void test_failing_allocations(void)
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
     CHECK(end == NULL && fail_allocation(-1) == 1);
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
+    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, &(s1f_relay){0}, NULL, 1, 0, EDGE, &end), S1F_OK, "");
+    fail_allocation(0);
+    CHECK_STATUS(s1f_p2p_begin_step(end, 3), S1F_ERR_MEMORY, "3 places");
+    CHECK(fail_allocation(-1) == 1);
+    s1f_edge_end_free(end);
     s1f_group_free(NULL);
     s1f_mapping_free(NULL);
     s1f_edge_end_free(NULL);
@@ -270,66 +265,6 @@ static void test_failing_allocations(void)
 }
 
 /* -- waits end --------------------------------------------------------------------------------------------------- */
-
-static atomic_int stop_progress;
-
-static void *keep_progressing(void *group)
-{
-    while (!atomic_load(&stop_progress)) {
-        s1f_group_progress(group, "F0.0");
-        sleep_ms(10);
-    }
-    return NULL;
-}
-
-static void *stop_later(void *unused)
-{
-    (void)unused;
-    for (int i = 0; i < 10; i++)
-        sleep_ms(50);
-    atomic_store(&stop_progress, 1);
-    return NULL;
-}
-
-static void *wait_for_first(void *end)
-{
-    const s1f_message *message;
-    const void *payload;
-    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message, &payload), S1F_OK, "");
-    return NULL;
-}
-
-/* Rank 2 waits for rank 1, which waits for rank 0, which works: nobody is stuck. Once rank 0 is, it is named. */
-static void test_chain_of_waits(void)
-{
-    pipeline p = make_pipeline(3);
-    pthread_t working, waiting;
-    begin(&p, 1, 1);
-    s1f_group_set_limits(p.groups[2], SECOND / 5, 0);
-    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
-    pthread_create(&working, NULL, keep_progressing, p.groups[0]);
-    pthread_create(&waiting, NULL, wait_for_first, p.receiver);
-    s1f_signal never = {0};
-    s1f_wait_reason reason = {.peer_rank = 1,
-                              .hangup_fd = -1,
-                              .purpose = "waiting for",
-                              .edge = "activations of stage 1 to 2",
-                              .sequence = 3};
-    int64_t start = now_ns();
-    sleep_ms(50);
-    /* Rank 0 falls silent after 0.5 s; counted from the wait alone, the error would come after 0.2 s. */
-    pthread_t stopper;
-    pthread_create(&stopper, NULL, stop_later, NULL);
-    CHECK_STATUS(s1f_group_wait(p.groups[2], &never, 1, &reason), S1F_ERR_TIMEOUT, "rank 0 has been in F0.0 for 0.");
-    CHECK(strstr(s1f_last_error(), "activations of stage 1 to 2, message 3") != NULL);
-    CHECK(now_ns() - start > SECOND / 2);
-    pthread_join(stopper, NULL);
-    pthread_join(working, NULL);
-    s1f_group_clear(p.groups[0]);
-    CHECK_STATUS(send_ints(p.sender, 0, 0, 1, 1), S1F_OK, "");
-    pthread_join(waiting, NULL);
-    free_pipeline(&p);
-}
 
 /* A failure ends its step and those after it. A rank that is still in the step before goes on. */
 static void test_failure_of_a_later_step(void)
@@ -361,40 +296,6 @@ static void test_failure_of_a_later_step(void)
 }
 
 /* -- gather ------------------------------------------------------------------------------------------------------ */
-
-enum { ROUNDS = 60 };
-
-static void *run_gathers(void *argument)
-{
-    int32_t rank = s1f_group_rank(argument), bytes[MAX_RANKS];
-    char *out = malloc(MAX_RANKS * S1F_GATHER_BYTES), data[300];
-    for (uint32_t round = 0; round < ROUNDS; round++) {
-        memset(data, (int)round + rank, sizeof data);
-        uint32_t epoch = round / 40 * 2; /* as the steps in which ranks meet, it may skip */
-        CHECK_STATUS(s1f_group_gather(argument, epoch, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes), S1F_OK,
-                     "");
-        for (int32_t peer = 0; peer < MAX_RANKS; peer++)
-            CHECK(bytes[peer] == 100 * peer + 1 &&
-                  out[peer * S1F_GATHER_BYTES + 100 * peer] == (char)((int)round + peer));
-    }
-    free(out);
-    return NULL;
-}
-
-static void test_gather(void)
-{
-    pipeline p = make_pipeline(3);
-    pthread_t threads[MAX_RANKS];
-    for (int32_t rank = 0; rank < MAX_RANKS; rank++)
-        pthread_create(&threads[rank], NULL, run_gathers, p.groups[rank]);
-    for (int32_t rank = 0; rank < MAX_RANKS; rank++)
-        pthread_join(threads[rank], NULL);
-    char out[S1F_GATHER_BYTES];
-    int32_t bytes;
-    CHECK_STATUS(s1f_group_gather(p.groups[0], 9, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
-                 "4033");
-    free_pipeline(&p);
-}
 
 /* Rank 1 of two, which stops as it waits for rank 0, until rank 0 is where the test wants it. */
 typedef struct {
@@ -630,96 +531,6 @@ static void test_leaving_a_step_as_a_failure_is_forgotten(void)
     free_pipeline(&p);
 }
 
-/* -- relay: two private arenas, and a thread that carries messages between them ------------------------------------ */
-
-typedef struct {
-    s1f_edge_end *sender, *receiver;
-    void *posted[MESSAGES];
-    const void *sent[MESSAGES];
-    int64_t bytes[MESSAGES];
-    atomic_int num_posted, num_sent;
-    int64_t step;
-} carrier;
-
-static s1f_status carrier_begin_step(void *context, int64_t step, int64_t most_payload)
-{
-    CHECK(most_payload > 0);
-    carrier *c = context;
-    c->step = step;
-    return S1F_OK;
-}
-
-static s1f_status carrier_post(void *context, int64_t sequence, void *place)
-{
-    carrier *c = context;
-    c->posted[sequence] = place;
-    atomic_fetch_add(&c->num_posted, 1);
-    return S1F_OK;
-}
-
-static s1f_status carrier_send(void *context, int64_t sequence, const void *place, int64_t payload_bytes)
-{
-    carrier *c = context;
-    c->sent[sequence] = place;
-    c->bytes[sequence] = payload_bytes;
-    atomic_fetch_add(&c->num_sent, 1);
-    return S1F_OK;
-}
-
-static const s1f_relay carrier_relay = {carrier_begin_step, carrier_post, carrier_send};
-
-static void *carry(void *context)
-{
-    carrier *c = context;
-    for (int n = 0; n < MESSAGES; n++) {
-        while (atomic_load(&c->num_posted) <= n || atomic_load(&c->num_sent) <= n)
-            sleep_ms(1);
-        CHECK(s1f_message_payload_bytes(c->sent[n]) == c->bytes[n]);
-        memcpy(c->posted[n], c->sent[n], S1F_HEADER_BYTES + (size_t)c->bytes[n]);
-        s1f_relay_done(c->sender, c->step, n);
-        s1f_relay_done(c->receiver, c->step, n);
-    }
-    return NULL;
-}
-
-static void test_relay(void)
-{
-    pipeline p = make_pipeline(2);
-    carrier *c = calloc(1, sizeof *c);
-    char *memory = p.mapping->memory;
-    enum { HALF = ARENA_BYTES / 2, PLACES = 3 };
-    fail_allocation(0);
-    CHECK_STATUS(s1f_relay_end_create(p.groups[0], memory, HALF, &carrier_relay, c, 1, 0, EDGE, &c->sender),
-                 S1F_ERR_MEMORY, EDGE);
-    fail_allocation(-1);
-    CHECK(s1f_relay_end_create(p.groups[0], memory, HALF, &carrier_relay, c, 1, 0, EDGE, &c->sender) == S1F_OK);
-    CHECK(s1f_relay_end_create(p.groups[1], memory + HALF, HALF, &carrier_relay, c, 0, 1, EDGE, &c->receiver) ==
-          S1F_OK);
-    s1f_group_begin_step(p.groups[0], 5);
-    s1f_group_begin_step(p.groups[1], 5);
-    fail_allocation(0);
-    CHECK_STATUS(s1f_p2p_begin_step(c->sender, PLACES), S1F_ERR_MEMORY, "3 places");
-    fail_allocation(-1);
-    CHECK_STATUS(s1f_p2p_begin_step(c->sender, PLACES), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_begin_step(c->receiver, PLACES), S1F_OK, "");
-    pthread_t carrying;
-    pthread_create(&carrying, NULL, carry, c);
-    for (int64_t n = 0; n < MESSAGES; n++) {
-        const s1f_message *message;
-        const void *payload;
-        CHECK_STATUS(s1f_p2p_post(c->receiver, n, (int32_t)(n % PLACES)), S1F_OK, "");
-        CHECK_STATUS(send_ints(c->sender, n, (int32_t)(n % PLACES), elements_of(n), (int32_t)n), S1F_OK, "");
-        CHECK_STATUS(s1f_p2p_wait(c->receiver, n, (int32_t)(n % PLACES), &message, &payload), S1F_OK, "");
-        CHECK(holds_ints(message, elements_of(n), (int32_t)n));
-    }
-    CHECK_STATUS(s1f_relay_flush(c->sender), S1F_OK, "");
-    pthread_join(carrying, NULL);
-    s1f_edge_end_free(c->sender);
-    s1f_edge_end_free(c->receiver);
-    free(c);
-    free_pipeline(&p);
-}
-
 int main(void)
 {
     test_aborted_step_is_forgotten();
@@ -727,9 +538,7 @@ int main(void)
     test_poison();
     test_mistakes();
     test_failing_allocations();
-    test_chain_of_waits();
     test_failure_of_a_later_step();
-    test_gather();
     test_gather_of_a_step_that_another_has_left();
     meet_a_rank_that_has_left(1);
     meet_a_rank_that_has_left(0);
@@ -737,6 +546,5 @@ int main(void)
     test_finish_step();
     test_spoiled_steps();
     test_gather_that_another_skips();
-    test_relay();
     return check_failures();
 }
