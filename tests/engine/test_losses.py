@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b
-from seq1f1b import Loss, Memory, PipelineEngine, SegmentWarning, build_schedule
+from seq1f1b import Loss, Memory, PipelineEngine, PipelineError, SegmentWarning, build_schedule
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN, LENGTH = 16, 8, 24
@@ -169,27 +170,16 @@ class Head(nn.Module):
         self.linear = nn.Linear(HIDDEN, VOCAB).double()
 
 
-def bad_divisor(value: Any) -> Callable[..., Any]:
-    return lambda y, t: (tokens_loss(y, t).sum(), value)
-
-
 @pytest.mark.parametrize(
-    ("loss_fn", "options", "match"),
+    ("options", "match"),
     [
-        (bad_divisor("many"), {}, "must be one number, got str"),
-        (bad_divisor(-1.0), {}, "must be finite and at least 0"),
-        (pad, {"loss": Loss(reduction="sum")}, "for some segments, and one loss for others|one loss"),
-        (pad, {"loss": Loss(scale_grads=False)}, "scale_grads=False"),
+        ({"loss": Loss(reduction="sum")}, "for some segments, and one loss for others|one loss"),
+        ({"loss": Loss(scale_grads=False)}, "scale_grads=False"),
     ],
 )
-def test_what_is_refused(loss_fn: Any, options: dict[str, Any], match: str) -> None:
-    stages = make_model()
-    for stage in stages:
-        for parameter in stage.parameters():
-            parameter.grad = torch.ones_like(parameter)
+def test_what_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=match):
-        train(stages, loss_fn, BATCH["padded"], **options)
-    assert all((p.grad == 1.0).all() for stage in stages for p in stage.parameters() if p.grad is not None)
+        train(make_model(), pad, BATCH["padded"], **options)
 
 
 def test_an_auxiliary_loss_beside_a_divisor_is_refused() -> None:
@@ -298,7 +288,6 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         mean_pad, lambda: BATCH["padded"], {"k": 1, "loss": Loss(weight="targets")}
     ),
     "a mask beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {}),
-    "weights beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["weights"]), {}),
     "class weights": (mean_classes, lambda: BATCH["padded"], {}),
     "a loss that shifts": (shifts_inside, lambda: BATCH["padded"], {}),
     "a loss of the sequence": (per_sequence, lambda: BATCH["padded"], {}),
@@ -308,11 +297,9 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         plain, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float((t != PAD).sum()))}
     ),
     "a head within the loss": (MeanHead, lambda: BATCH["padded"], {}),
-    "recomputed": (mean_pad, lambda: BATCH["padded"], {"memory": Memory(recompute="all")}),
     "whitened": (mean_of(whitened), lambda: BATCH["ignored"], {}),
     "whitened, by token": (whitened, lambda: BATCH["ignored"], {"loss": Loss(weight="targets")}),
     "whitened, a sum and its divisor": (with_divisor(whitened), lambda: BATCH["ignored"], {"P": 1}),
-    "pairs, by token": (pairs, lambda: BATCH["ignored"], {"loss": Loss(reduction="sum")}),
     "pairs, a sum and its divisor": (with_divisor(pairs), lambda: BATCH["ignored"], {"k": 2}),
 }  # fmt: skip
 
@@ -394,9 +381,6 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "a callable that counts": (
         mean_pad, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float((t != PAD).sum()))}
     ),
-    "class weights, counted": (
-        mean_classes, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float(BATCH["classes"][t].sum()))}
-    ),
     "a mask, counted": (
         mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {"loss": Loss(weight=lambda t: float(t[1].sum()))}
     ),
@@ -410,7 +394,6 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "rows at one place, a sum and its divisor": (with_divisor(of_rows), lambda: BATCH["ignored"], {}),
     "weights beside the labels, a sum and its divisor": (masked, lambda: (BATCH["padded"], BATCH["weights"]), {}),
     "whitened in one segment": (mean_of(whitened), lambda: BATCH["ignored"], {"k": 1, "loss": Loss(weight="targets")}),
-    "pairs in one segment": (mean_of(pairs), lambda: BATCH["ignored"], {"k": 1, "loss": Loss(weight="targets")}),
 }  # fmt: skip
 
 
@@ -463,6 +446,154 @@ def test_the_look_takes_few_tokens(k: int, most: int) -> None:
     looked_at = [length for length in lengths if length <= most]
     assert sorted(lengths)[-2 * k :] == [4096 // k] * 2 * k and sum(looked_at[:-1]) == looked_at[-1] == most
     engine.close()
+
+
+# -- segments and steps without targets --------------------------------------------------------------------------------
+
+
+def engine_of(loss_fn: Any, **options: Any) -> PipelineEngine:
+    """An engine of one rank, for three micro-batches in three segments."""
+    model = nn.Sequential(*make_model())
+    return PipelineEngine(model, num_microbatches=3, num_segments=3, loss_fn=loss_fn, **options)
+
+
+def gradients_of(engine: PipelineEngine) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+
+
+TOKENS, NOTHING = BATCH["tokens"], torch.full_like(BATCH["tokens"], -100)
+LATE = BATCH["padded"].where(torch.arange(LENGTH) >= 9, NOTHING)  # none in the first segment
+
+
+def summed(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens_loss(y, t).sum(), (t != -100).sum()
+
+
+def test_verify_takes_a_batch_without_targets() -> None:
+    assert engine_of(summed).verify(TOKENS, target=NOTHING, show=False)
+
+
+def test_a_step_without_targets_adds_nothing_though_its_sum_is_not_finite() -> None:
+    def infinite(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        total, divisor = summed(y, t)
+        return total + (y.sum() * 0.0).log(), divisor  # -inf, with gradients that are NaN
+
+    engine = engine_of(infinite)
+    with pytest.warns(UserWarning, match="divisors that loss_fn returned in this step are all 0"):
+        losses = engine.step(TOKENS, target=NOTHING)
+    assert [float(loss) for loss in losses] == [0.0] * 3
+    assert gradients_of(engine) and all(not g.any() for g in gradients_of(engine).values())
+
+
+def mean_that_needs_targets(y: Tensor, t: Tensor) -> Tensor:
+    losses = tokens_loss(y, t)[t != -100]
+    return losses.mean() + 0.0 * losses.max()  # max raises where there is none
+
+
+def mean_that_draws(y: Tensor, t: Tensor) -> Tensor:
+    return plain(y + 0.0 * torch.rand_like(y), t)
+
+
+@pytest.mark.parametrize("loss_fn", [mean_that_needs_targets, mean_that_draws])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_a_mean_is_left_out_where_nothing_counts(loss_fn: Any, recompute: str) -> None:
+    """Though it is called once, to see what it returns: neither a NaN comes of it, nor a random number is drawn."""
+    engine = engine_of(loss_fn, loss=Loss(weight="targets"), memory=Memory(recompute=recompute))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        losses = engine.step(TOKENS, target=LATE)
+        found.append([*losses, torch.rand(1), *gradients_of(engine).values()])
+        for parameter in engine.parameters():
+            parameter.grad = None
+    assert all(map(torch.equal, *found))
+    _, expected = whole_gradients(make_model(), summed, LATE)
+    check(found[0][4:], expected)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"}])
+def test_losses_of_tokens_have_their_shape_where_nothing_counts(is_first: bool, options: dict[str, Any]) -> None:
+    """In the first step and in a later one, in an evaluation too; and other steps are as without it."""
+    engine = engine_of(tokens_loss, **options)
+    if not is_first:
+        engine.step(TOKENS, target=LATE)
+    before = gradients_of(engine)
+    with pytest.warns(UserWarning, match="no target of this step is counted"):
+        found = [engine.step(TOKENS, target=NOTHING), engine.eval(TOKENS, target=NOTHING)]
+    for losses in found:
+        assert torch.equal(torch.cat(losses), torch.zeros(6, LENGTH, dtype=torch.float64))
+    for name, gradient in gradients_of(engine).items():
+        assert torch.equal(gradient, before.get(name, torch.zeros_like(gradient)))
+    with torch.no_grad():
+        wanted = tokens_loss(nn.Sequential(*make_model())(TOKENS), LATE)
+    torch.testing.assert_close(torch.cat(engine.step(TOKENS, target=LATE)), wanted)
+
+
+def test_a_sum_that_cannot_be_computed_without_targets_is_named() -> None:
+    with pytest.raises(ValueError, match=r"raised .* for micro-batch 0, segment 0, which has no target, and re"):
+        engine_of(lambda y, t: (mean_that_needs_targets(y, t), 1)).step(TOKENS, target=LATE)
+
+
+# -- the form of a loss ------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "three values": (lambda total, divisor: (total, divisor, divisor), "returned 3 values"),
+    "no divisor": (lambda total, divisor: total, "and one loss for others"),
+    "a number": (lambda total, divisor: 3.0, "or one value per token, got float"),
+    "a list": (lambda total, divisor: [total, divisor], "or one value per token, got list"),
+    "a vector": (lambda total, divisor: (total.expand(2), divisor), r"or one value per token, got \(2,\)"),
+    "no gradient": (lambda total, divisor: (total.detach(), divisor), "does not require grad"),
+    "two divisors": (lambda total, divisor: (total, divisor.expand(2)), r"must be one number, got \(2,\)"),
+    "a divisor that is a text": (lambda total, divisor: (total, "many"), "must be one number, got str"),
+    "a divisor with a gradient": (lambda total, divisor: (total, total), "requires grad"),
+    "NaN": (lambda total, divisor: (total, float("nan")), "sum to nan"),
+    "a negative divisor of a micro-batch": (lambda total, divisor: (total, -0.5), "sum to -"),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("name", list(FORMS))
+def test_an_error_leaves_gradients_as_they_were(name: str, steps_before: int) -> None:
+    """On every rank, bit for bit, where a form is met first in the step's fifth segment; the next step runs."""
+    spoil, match = FORMS[name]
+    stages = make_model()
+
+    def work(group: Any) -> str:
+        calls = [-100]
+
+        def loss_fn(y: Tensor, t: Tensor) -> Any:
+            calls[0] += 1
+            return spoil(*summed(y, t)) if calls[0] > 4 else summed(y, t)
+
+        stage = stages[group.rank]
+        engine = PipelineEngine(stage, num_microbatches=3, num_segments=3, loss_fn=loss_fn, group=group)
+        for _ in range(steps_before):
+            engine.step(TOKENS, target=LATE)
+        for parameter in stage.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3)
+        calls[0] = 0
+        with pytest.raises((ValueError, PipelineError)) as error:
+            engine.step(TOKENS, target=LATE)
+        assert all((p.grad == 0.3).all() for p in stage.parameters() if p.grad is not None)
+        calls[0] = -100
+        engine.step(TOKENS, target=LATE)
+        return str(error.value)
+
+    for text in run_ranks(2, work):
+        assert re.search(match, text), text
+
+
+def test_another_form_in_a_later_step_is_named() -> None:
+    for forms in ((summed, plain), (plain, summed)):
+        form = [forms[0]]
+        engine = engine_of(lambda y, t, form=form: form[0](y, t), loss=Loss(weight="targets"))
+        engine.step(TOKENS, target=LATE)
+        before = gradients_of(engine)
+        form[0] = forms[1]
+        with pytest.raises(ValueError, match="for some segments or steps, and one loss for others"):
+            engine.step(TOKENS, target=LATE)
+        assert all(torch.equal(before[name], g) for name, g in gradients_of(engine).items())
 
 
 # -- micro-batches with different numbers of targets -----------------------------------------------------------------
