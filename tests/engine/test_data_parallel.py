@@ -32,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from seq1f1b import Loss, Memory, PipelineEngine, ScheduleSeq1F1B, add_loss, build_schedule
@@ -158,10 +159,10 @@ WAYS = {
 @pytest.mark.parametrize(
     ("kind", "head_in_loss", "way"),
     [
-        *(("ddp", False, "plain"), ("fsdp", True, "plain"), ("ddp", True, "recomputed"), ("fsdp", False, "recomputed")),
+        *(("ddp", True, "recomputed"), ("fsdp", False, "recomputed")),
         *(("ddp", True, "in torch's place"), ("fsdp", False, "in torch's place")),
         *(("ddp", False, "split"), ("ddp unused", True, "split"), ("fsdp", True, "split")),
-        *full_only(("ddp", True, "plain"), ("fsdp", False, "plain"), ("fsdp", False, "split")),
+        *full_only(("ddp", True, "plain"), ("fsdp", True, "plain"), ("fsdp", False, "split")),
     ],
 )
 def test_two_replicas_of_two_ranks(kind, head_in_loss, way):
@@ -202,19 +203,6 @@ def global_count(rank: int, world: int) -> None:
         (cross_entropy(wrapped(tokens[own]), target[own]) * (factor * counted / total)).backward()
         assert gradient_error(gradients_of(engine), truth) < 1e-10, "of the script's own backward"
         engine.close()
-        wrapped.zero_grad()
-        if kind == "ddp":  # the gradients of earlier steps lie where the next reduction writes
-            wrapped = DistributedDataParallel(stage, process_group=mesh.get_group(), gradient_as_bucket_view=True)
-        # The engine counts by itself: before the step, or what the loss says at its end.
-        way: dict[str, Any] = {"loss_fn": pair}
-        if schedule == "seq1f1b":
-            way = {"loss_fn": cross_entropy, "loss": Loss(weight="targets")}
-        engine = PipelineEngine(wrapped, schedule=schedule, num_microbatches=M, num_segments=K, group=own_group, **way)
-        for times in (1, 2):
-            engine.step(tokens[own], target=target[own])
-            found = gradients_of(engine, times)
-            assert gradient_error(found, truth) < 1e-10, (kind, way, times)
-        engine.close()
     # An auxiliary loss weighs by the targets of its micro-batch among those of all replicas.
     model.zero_grad()
     for part, counted in zip(model(tokens).chunk(2 * M), target.chunk(2 * M), strict=True):
@@ -245,67 +233,8 @@ def evaluate_other_weights(module: nn.Module, tokens: Tensor) -> None:
             parameter.copy_(weight)
 
 
-def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    counted = (target != -100).sum()
-    return cross_entropy(output, target) * counted if counted else 0.0 * output.sum(), counted
-
-
 def test_a_global_count_of_targets_gives_the_mean_over_all_tokens():
     run_processes(2, global_count)
-
-
-class SummedHead(nn.Module):
-    """The head inside the loss, with a term over all tokens."""
-
-    def __init__(self, stage: Any) -> None:
-        super().__init__()
-        self.norm, self.head = stage.norm, stage.head
-
-    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return summed_loss(self.head(self.norm(hidden)), target)
-
-
-def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    total, counted = pair(output, target)
-    return total + 0.1 * output.logsumexp(-1).square().sum(), counted
-
-
-def replicas_without_targets(rank: int, world: int) -> None:
-    """The second replica has none at all, and the first none in its last segments."""
-    config = Config(kv_heads=2)
-    model = whole_model(config)
-    tokens, target = batch(config, 2 * M, LENGTH)
-    target[2 * M :] = -100
-    target[:, LENGTH // 2 :] = -100
-    model.zero_grad()
-    pairs = [summed_loss(model(tokens[rows]), target[rows]) for rows in (slice(0, 2 * M), slice(2 * M, None))]
-    (sum(total for total, _ in pairs) / sum(counted for _, counted in pairs)).backward()
-    truth = gradients_of(model)
-
-    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
-    mesh = init_device_mesh("cpu", (world,))
-    own_group = alone(rank, world)
-    for kind, head_in_loss in itertools.product(("ddp", "fsdp"), (False, True)):
-        stage, loss_fn = stage_of(model, config, 0, 1), summed_loss
-        if head_in_loss:
-            head = SummedHead(stage)
-            del stage.norm, stage.head
-            loss_fn = wrap(kind, head, mesh.get_group(), mesh)
-        wrapped = wrap(kind, stage, mesh.get_group(), mesh)
-        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=own_group)
-        for times in (1, 2):
-            engine.step(tokens[own], target=target[own])
-            found = gradients_of(engine, times)
-            assert gradient_error(found, truth) < 1e-10, (kind, head_in_loss, times)
-        engine.close()
-
-
-def test_replicas_without_targets_count_what_their_losses_add():
-    run_processes(2, replicas_without_targets)
-
-
-def square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 class Gated(nn.Module):
@@ -331,14 +260,14 @@ def unused(rank: int, world: int) -> None:
     target = torch.zeros(2, 6, 4, dtype=torch.float64)
     model = Gated()
     outputs = [torch.cat([model(row[:, :1]), model(row[:, 1:])], 1) for row in x[:, None]]
-    torch.stack([square(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
+    torch.stack([mse_loss(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
 
     group = alone(rank, world)
     for schedule, is_view in (("seq1f1b", False), ("seq-zb-h1", True)):
         module = DistributedDataParallel(Gated(), find_unused_parameters=True, gradient_as_bucket_view=is_view)
         engine = PipelineEngine(
             module, schedule=schedule, num_microbatches=1, num_segments=2, segment_sizes=[1, 5],
-            loss_fn=square, loss=Loss(weight=torch.numel), group=group,
+            loss_fn=mse_loss, loss=Loss(weight=torch.numel), group=group,
         )  # fmt: skip
         for step in (1, 2, 3):
             engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
@@ -367,7 +296,7 @@ def hooks(rank: int, world: int) -> None:
         weight.register_hook(lambda gradient, own=own: own.append("tensor"))
         weight.register_post_accumulate_grad_hook(lambda parameter, own=own: own.append("accumulated"))
         engine = PipelineEngine(
-            module, schedule=schedule, num_microbatches=2, num_segments=2, loss_fn=square,
+            module, schedule=schedule, num_microbatches=2, num_segments=2, loss_fn=mse_loss,
             loss=Loss(weight=torch.numel), group=group,
         )  # fmt: skip
         engine.step(x, target=torch.zeros_like(x))
@@ -409,22 +338,14 @@ def test_mixed_precision_of_fsdp():
 
 
 def parts(rank: int, world: int) -> None:
-    """A stage of which only parts are under FSDP2 is right if they hold all that trains, else it is told."""
+    """A stage of which only parts are under FSDP2 is told, unless they hold all that trains; steps: failed_steps.py."""
     config = Config(hidden=16, layers=2)
-    model = whole_model(config)
-    tokens, target = batch(config, 2 * M, LENGTH)
-    target[2 * M :, ::3] = -100
-    cross_entropy(model(tokens), target).backward()
-    truth = gradients_of(model)
-    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
-    mesh, own_group = init_device_mesh("cpu", (world,)), alone(rank, world)
+    model, mesh, own_group = whole_model(config), init_device_mesh("cpu", (world,)), alone(rank, world)
 
-    def make(stage: nn.Module, schedule: str = "seq1f1b") -> PipelineEngine:
-        return PipelineEngine(
-            stage, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=pair, group=own_group
-        )
+    def make(stage: nn.Module) -> None:
+        PipelineEngine(stage, num_microbatches=M, loss_fn=cross_entropy, group=own_group).close()
 
-    for schedule, left_out in itertools.product(("seq1f1b", "seq-zb-h1"), ("head", "", "frozen")):
+    for left_out in ("head", "", "frozen"):
         stage = stage_of(model, config, 0, 1)
         for part in (stage.embedding, stage.position, *stage.blocks.values(), stage.norm, stage.head):
             if part is not stage.head or not left_out:
@@ -432,15 +353,9 @@ def parts(rank: int, world: int) -> None:
         stage.head.requires_grad_(left_out != "frozen")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            engine = make(stage, schedule)
+            make(stage)
         told = [str(w.message) for w in caught if "fully_shard" in str(w.message)]
         assert len(told) == (left_out == "head") and all("'head.weight'" in text for text in told)
-        if left_out:
-            continue
-        for step in (1, 2):
-            engine.step(tokens[own], target=target[own])
-            found = gradients_of(engine)
-            assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (schedule, step)
     for number, replicas in ((0, mesh.get_group()), (1, own_group)):
         stage = stage_of(model, config, 0, 1)
         stage.blocks[str(number)] = wrap("ddp", stage.blocks[str(number)], replicas, mesh)
