@@ -307,7 +307,6 @@ def mixed(mix: Any, *, rows: int, length: int, change: Any = lambda model: None,
 
     def make() -> nn.Module:
         model = mixers.Net(mixers.Mixer(mixers.beside(mix)))
-        model.mixer.one_length = nn.Parameter(torch.randn(1, length, mixers.HIDDEN))
         change(model)
         return model
 

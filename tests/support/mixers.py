@@ -49,7 +49,6 @@ class Mixer(nn.Module):
         self.qkv, self.out, self.proj = (nn.Linear(HIDDEN, n) for n in (3 * HIDDEN, HIDDEN, HIDDEN))
         self.gate, self.slopes = nn.Parameter(torch.ones(HIDDEN)), 0.5 ** torch.arange(1.0, HEADS + 1)
         self.table, self.dropout = nn.Embedding(MOST, HIDDEN), nn.Dropout(0.3)
-        self.register_buffer("waves", torch.outer(torch.arange(MOST), 0.5 ** torch.arange(HIDDEN)).sin())
         self.conv, self.narrow = nn.Conv1d(HIDDEN, HIDDEN, 3), nn.Conv1d(1, 1, 3, padding=1)
         self.lstm, self.gru = (kind(HIDDEN, HIDDEN, batch_first=True) for kind in (nn.LSTM, nn.GRU))
         self.cell, self.mha = nn.GRUCell(HIDDEN, HIDDEN), nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
@@ -162,11 +161,6 @@ def kernel_of_distances(self: Any, x: Tensor) -> Tensor:
     tokens = torch.arange(x.shape[1])
     distances = tokens[:, None] - tokens[None]
     return torch.exp(-distances.to(x.dtype)).masked_fill(distances < 0, 0.0) @ x
-
-
-def quantized(self: Any, x: Tensor) -> Tensor:
-    scale = x.norm() / 40
-    return (x / scale).round() * scale
 
 
 def kept_by_the_module(self: Any, x: Tensor) -> Tensor:
@@ -491,12 +485,6 @@ RIGHT = [
 # (what is done in a branch beside attention, the cause that is named)
 ALSO_WRONG: dict[str, tuple[Mix, str]] = {
     "maximum": (lambda m, x: x + x.amax(1, keepdim=True), LATER),
-    "normalize": (lambda m, x: F.normalize(x, dim=1), LATER),
-    "norm of all": (lambda m, x: x / x.norm(), LATER),
-    "standard deviation of all": (lambda m, x: x / x[..., :3].std(), LATER),
-    "median": (lambda m, x: x - x.median(1, keepdim=True).values, LATER),
-    "squeeze and excite": (lambda m, x: x * m.proj(x.mean(1, keepdim=True)).sigmoid(), LATER),
-    "quantized by one scale": (quantized, LATER),
     "instance norm": (lambda m, x: F.instance_norm(x.mT).mT, LATER),
     "group norm of features and tokens": (lambda m, x: F.group_norm(x.mT, 4).mT, LATER),
     "previous token by cat": (lambda m, x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), STATE),
@@ -516,12 +504,6 @@ ALSO_WRONG: dict[str, tuple[Mix, str]] = {
     "cumsum of what was looked up": (lambda m, x: m.table.weight[x.argmax(-1)].cumsum(1), STATE),
     "pooling": (lambda m, x: F.avg_pool1d(F.pad(x.mT, (2, 0)), 3, 1).mT, STATE),
     "kept by the module": (kept_by_the_module, STATE),
-    "positions of a head": (lambda m, x: rotary(m, x, torch.arange(m.heads(x)[0].size(-2)), 5), STATE),
-    "positions of a list": (lambda m, x: x + m.table(torch.tensor([i for i, _ in enumerate(x[0])])), STATE),
-    "positions from the end": (lambda m, x: x + m.table(x.shape[1] - 1 - torch.arange(x.shape[1])), LATER),
-    "positions added as they are": (lambda m, x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None], STATE),
-    "positions by linspace": (lambda m, x: x + torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None], LATER),
-    "first rows of a buffer": (lambda m, x: x + m.waves.narrow(0, 0, x.shape[1]).to(x.dtype), STATE),
     "every other token": (lambda m, x: x * ((torch.arange(x.shape[1]) + 1) % 4)[:, None], STATE),
     "count of large ones": (lambda m, x: x + m.table((x[..., 0] > 0).long().cumsum(1)), STATE),
     "decay": (lambda m, x: x * (0.9 ** torch.arange(x.shape[1], dtype=x.dtype))[:, None], STATE),
@@ -530,18 +512,6 @@ ALSO_WRONG: dict[str, tuple[Mix, str]] = {
     "attention of torch beside ours": (torchs_attention, STATE),
     "attention by hand beside ours": (attention_by_hand, STATE),
     "attention by einsum beside ours": (attention_by_einsum, STATE),
-    "largest": (lambda m, x: x + x.topk(3, 1).values.sum(1, keepdim=True), LATER),
-    "fft along tokens": (lambda m, x: torch.fft.fft(x, dim=1).real, LATER),
-    "maximum of all": (lambda m, x: x / x.abs().max(), LATER),
-    "cumsum": (lambda m, x: x.cumsum(1), STATE),
-    "recurrence, tokens first": (lambda m, x: m.gru(x)[0], STATE),
-    "cumsum of what was put together": (lambda m, x: torch.cat([x[..., 6:], x[..., :6]], -1).cumsum(1), STATE),
-    "cumsum of means": (lambda m, x: x + torch.stack([x, x]).mean((0, 3)).cumsum(1)[..., None], STATE),
-    "softmax of products": (lambda m, x: torch.einsum("...d,ed->...e", x, m.out.weight).softmax(1), LATER),
-    "a parameter for one length": (lambda m, x: x + m.one_length, STATE),
-    "positions by size": (lambda m, x: x + m.table(torch.arange(x.size(1), device=x.device)), STATE),
-    "positions from one": (lambda m, x: x + m.table(torch.arange(1, x.shape[1] + 1)), STATE),
-    "positions from two": (lambda m, x: x + m.table(torch.arange(x.shape[1]) + 2), STATE),
     "positions by linear": (lambda m, x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] * m.gate / 9, STATE),
     "positions by einsum": (
         lambda m, x: x * torch.einsum("i,j->ij", torch.arange(x.size(-2)).type_as(x), m.gate / 9).cos(), STATE,
@@ -567,14 +537,6 @@ ALSO_RIGHT: dict[str, Mix] = {
     "chunks of a state": scanned,
     "experts with capacity": experts_with_capacity,
     "the best two experts": two_experts,
-    "dropout of features": lambda m, x: F.dropout(x, 0.5) + F.alpha_dropout(x, 0.1, m.training),
-    "RMS norm by hand": lambda m, x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
-    "sorted features": lambda m, x: x.sort(-1).values + x.topk(3, -1).values.sum(-1, True),
-    "products of features": lambda m, x: torch.einsum("...d,ed->...e", x, m.out.weight).softmax(-1),
-    "features of what was looked up": lambda m, x: (
-        m.table.weight[x.argmax(-1)].cumsum(-1) + torch.stack([x, x]).mean(0)
-    ),
-    "a head's softmax": lambda m, x: m.join(m.heads(x)[0].softmax(-1)),
     "attention to a table": latents,
     "quantized token by token": quantized_token_by_token,
     "in half precision": in_float16,
@@ -582,14 +544,6 @@ ALSO_RIGHT: dict[str, Mix] = {
     "flat tokens": lambda m, x: m.proj(x.reshape(-1, HIDDEN)).view_as(x),
     "tokens first": lambda m, x: m.proj(x.transpose(0, 1)).transpose(0, 1).contiguous(),
     "a loss over tokens": lambda m, x: (seq1f1b.add_loss(x.square().mean()), x)[1],
-    "window": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5, window=5)),
-    "soft cap": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5, softcap=3.0)),
-    "running sum": lambda m, x: running(x) * 0.1,
-    "arange from the offset": lambda m, x: x + m.table(
-        torch.arange(seq1f1b.token_offset(), seq1f1b.token_offset() + x.shape[1])
-    ),
-    "rows of a buffer from the offset": lambda m, x: x + m.waves[seq1f1b.positions(x)].to(x.dtype),
-    "group norm of a token": lambda m, x: m.group_norm(x.flatten(0, 1)).view_as(x),
     "norm over features": lambda m, x: F.layer_norm(x, x.shape[2:]),
     "first rows of a weight": lambda m, x: F.linear(x, m.qkv.weight[:HIDDEN]),
     "dropout beside attention": lambda m, x: m.dropout(m.proj(x)),
