@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from as_found import as_found
 from mixers import HIDDEN, Mixer, Net, attention, pooling, told_by, torchs_attention
 from mixers import batch as mixers_batch
 from processes import run_processes
-from slices import each_value
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,32 +49,6 @@ def stepped(module: nn.Module, rows: int = 6, **options: Any) -> list[str]:
         return told_by(lambda: engine_of(module, **options).step(x, target=y))
     except ValueError as error:
         return [str(error)]
-
-
-ORDERS = [
-    (1, "seq1f1b", 1), (2, "seq1f1b", 1), (3, "seq1f1b", 1), (4, "seq1f1b", 1), (2, "seq1f1b-interleaved", 2),
-    (2, "seq-zb-h1", 1), (2, "seq-zbv", 2), (4, "gpipe", 1), (1, "seq1f1b-interleaved", 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("dtype", "P", "schedule", "per_rank"), each_value([torch.float32, torch.bfloat16], ORDERS), ids=str
-)
-def test_a_right_model_over_ranks_and_orders(P, schedule, per_rank, dtype):
-    tokens, target = batch(CONFIG, M, LENGTH)
-    model = whole_model(CONFIG, dtype)
-    order = seq1f1b.build_schedule(schedule, num_ranks=P, num_microbatches=M, num_segments=K, stages_per_rank=per_rank)
-
-    def run(group):
-        own = [stage for stage, rank in enumerate(order.rank_of_stage) if rank == group.rank]
-        stages = [stage_of(model, CONFIG, stage, order.num_stages) for stage in own]
-        return engine_for(group, stages, schedule=order).verify(tokens, target=target, show=False)
-
-    results = run_ranks(P, run)
-    assert all(result == results[0] for result in results)
-    assert results[0].ok, str(results[0])
-    assert len(results[0].parameters) == len(list(model.parameters()))
-    assert max(results[0].exact.values()) < 1e-12
 
 
 class Pair(nn.Module):
@@ -125,26 +98,6 @@ def test_tuples_keywords_frozen_tied_and_a_loss_that_is_a_module():
     assert torch.equal(head.weight, stages[0].net.embedding.weight)
 
 
-@contextlib.contextmanager
-def left_as_found(module: nn.Module) -> Iterator[None]:
-    """Tensors, gradients and attributes are the same objects with the same values; so are random numbers."""
-
-    def facts() -> Iterator[tuple[Any, ...]]:
-        for name, t in module.state_dict(keep_vars=True).items():
-            yield name, id(t), t.data_ptr(), t.tolist(), id(t.grad), None if t.grad is None else t.grad.tolist()
-        for name, part in module.named_modules():
-            own = part.__dict__
-            yield (
-                name,
-                {key: (id(value), len(value) if isinstance(value, (list, dict)) else 0) for key, value in own.items()},
-            )
-        yield torch.get_rng_state().tolist(), random.getstate()
-
-    before = list(facts())
-    yield
-    assert [(old, new) for old, new in zip(before, facts(), strict=True) if old != new] == []
-
-
 class Stateful(Net):
     """Has every kind of state that a run may change."""
 
@@ -179,7 +132,7 @@ def test_everything_is_as_it_was(dtype, fails):
     module.seen.clear()
     module.fails = fails
     error = pytest.raises(ValueError, match="in the middle") if fails else contextlib.nullcontext()
-    with left_as_found(module), error:
+    with as_found("verify", module, is_put_back=True), error:
         assert not engine.verify(tokens, target=target, show=False).ok
     assert not hooked and not model_state._originals
     module.fails = False

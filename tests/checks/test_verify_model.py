@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from as_found import as_found
 from processes import run_processes
 from split_parts import HIDDEN, VOCAB, Base, Block
-from test_verify import left_as_found
-from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b.checks import verify_model
-from seq1f1b.checks.verify_model import WholeModel
-from seq1f1b.checks.verify_runs import Session
-from seq1f1b.engine.batch import StepArguments
 from seq1f1b.testing import run_ranks
 
 LENGTH, M, K = 18, 2, 3
@@ -124,31 +121,6 @@ def test_right_stages_are_the_model(dtype):
         assert max(result.exact.values()) < 1e-12
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_the_reference_is_the_model_run_by_itself(is_given):
-    """Losses and gradients of the stages in a chain, and of the model that is given, beside those of a test's own."""
-    model = whole_model(CONFIG)
-    tokens, target = batch(CONFIG, M, LENGTH)
-    losses, truth = run_whole(model, tokens, target, M)
-
-    def run(group: Any) -> Any:
-        engine = engine_of(stage_of(model, CONFIG, group.rank, 2), group)
-        arguments = StepArguments(True, tokens, target, None)
-        session = Session(engine._runner, arguments)
-        if is_given:
-            whole = WholeModel(engine._runner, arguments, model)
-            whole.note(session.run(whole=False, dtype=None))
-        found = whole.run(dtype=None) if is_given else session.run(whole=True, dtype=torch.float64)
-        return found.losses, dict(zip((name for name, _ in engine.named_parameters()), found.gradients, strict=True))
-
-    (none, first), (found, last) = run_ranks(2, run)
-    assert none == []
-    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=1e-14, atol=0)
-    assert first.keys() | last.keys() == truth.keys()
-    for name, gradient in {**first, **last}.items():
-        torch.testing.assert_close(gradient, truth[name], rtol=1e-12, atol=1e-15)
-
-
 # -- ways to lose something of a model ---------------------------------------------------------------------------------
 
 
@@ -251,7 +223,7 @@ def test_the_model_is_left_as_it_was():
         block.eval()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with left_as_found(model):
+    with as_found("verify", model, is_put_back=True):
         assert verified(model, stages)
 
 
