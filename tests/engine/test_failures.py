@@ -2,76 +2,31 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, outcome, running, shared_memory_names
 from slices import each_value
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
-from torch import Tensor, nn
+from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import nn
+from traps import CONFIG, K, M, P, Trapped, trap_weights
 
-from seq1f1b import Limits, PipelineEngine, PipelineError, build_schedule
-from seq1f1b.engine import split_backward as deferred
-from seq1f1b.testing import run_ranks
+from seq1f1b import Limits, PipelineEngine, PipelineError
 
-P, M, K, LENGTH = 3, 3, 2, 8
-CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
+LENGTH = 8
 TOKENS, TARGET = batch(CONFIG, M, LENGTH, size=1)
-
-
-class Trapped(nn.Module):
-    """A stage of the model that calls ``trap`` in one of its forwards or backwards."""
-
-    def __init__(self, rank: int, at: str | None, trap: Callable[[], None]) -> None:
-        super().__init__()
-        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
-        self.at, self.trap, self.calls = at, trap, 0
-        self.last_work = 0.0  # when it was last seen to work: no wait of its rank that is open began before
-
-    def forward(self, x: Tensor) -> Tensor:
-        unit = f"{self.calls // K % M}.{self.calls % K}"
-        self.calls += 1
-        y = self.stage(x)
-        if self.at == f"F{unit}":
-            self.trap()
-        if y.requires_grad:
-            y.register_hook(lambda grad: self.work(self.at == f"B{unit}"))
-        self.work(False)
-        return y
-
-    def work(self, trapped: bool) -> None:
-        self.last_work = time.monotonic()
-        if trapped:
-            self.trap()
 
 
 def make_engine(stage: nn.Module, kind: str, **options: Any) -> PipelineEngine:
     counts = {"num_microbatches": M, "num_segments": K}
     return PipelineEngine(stage, **counts, loss_fn=cross_entropy, transport=kind, **options)
-
-
-def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
-    """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
-    (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, deferred.WeightGradients))
-    weight = feature.weight
-
-    def trapped(cell: int, received: Any) -> None:
-        if stage.at == f"W{cell // K}.{cell % K}":
-            assert feature._step.units[cell].tape.products
-            stage.trap()
-        weight(cell, received)
-
-    feature.weight = trapped  # type: ignore[method-assign]
 
 
 def step_into_a_trap(
@@ -86,18 +41,18 @@ def step_into_a_trap(
         while True:  # killed, or asleep for good
             time.sleep(1)
 
-    stage = Trapped(rank, None, trap)
+    stage = Trapped(rank, trap=trap)
     engine = make_engine(stage, kind, **options)
-    trap_w(engine, stage)
+    trap_weights(engine, stage)
     limits = options.get("limits", Limits())
     if limits.first_step > limits.step:  # else the trap is in the first one
         engine.step(TOKENS, target=TARGET)
     pipe.send(("ready", os.getpid()))
-    stage.calls, stage.at = 0, at if rank == trapped else None
+    stage.calls, stage.at = 0, at if rank == trapped else ""
     found = outcome(lambda: engine.step(TOKENS, target=TARGET))
     if trap_kind != "raise":
         return found, stage.last_work
-    stage.at = None
+    stage.at = ""
     engine.step(TOKENS, target=TARGET)  # until all have met again
     for parameter in engine.parameters():
         parameter.grad = None
@@ -136,27 +91,6 @@ def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) ->
     _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
     found = {name: torch.from_numpy(g) for _, own in results for name, g in own.items()}
     assert gradient_error(found, truth) <= 1e-10
-
-
-def make_differently(rank: int, pipe: Connection, kind: str) -> Any:
-    began = time.monotonic()
-
-    def do() -> None:
-        schedule = build_schedule("1f1b", num_ranks=P, num_microbatches=M) if rank == 1 else "1f1b"
-        make_engine(Trapped(rank, None, lambda: None), kind, schedule=schedule).step(TOKENS, target=TARGET)
-
-    name, text, _, ended = outcome(do)
-    return name, text, ended - began
-
-
-@pytest.mark.parametrize("kind", TRANSPORTS)
-def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
-    with running(P, tmp_path, make_differently, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(P)]
-    assert results[1][0] == "ValueError"
-    for name, text, seconds in (results[0], results[2]):
-        assert name == "PipelineError" and "rank 1 ended the step: ValueError: the schedule is for" in text
-        assert seconds < 10.0
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -247,7 +181,7 @@ def raise_error() -> None:
 
 def fail_while_another_is_stopped(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 0 is late in the first step, whose last collective the others then wait in."""
-    stage = Trapped(rank, None, lambda: None)
+    stage = Trapped(rank)
     engine = make_engine(stage, kind)
 
     def wait() -> None:
@@ -255,7 +189,7 @@ def fail_while_another_is_stopped(rank: int, pipe: Connection, kind: str) -> Any
         pipe.recv()
 
     def before(n: int) -> None:
-        stage.calls, stage.at = 0, None
+        stage.calls, stage.at = 0, ""
         if rank == 0 and n < 2:
             stage.at, stage.trap = (f"B{M - 1}.0", wait) if n == 0 else ("F0.0", raise_error)
         elif n == 0:
@@ -288,7 +222,7 @@ def test_an_error_ends_no_collective_of_the_step_before(tmp_path: Path) -> None:
 
 def fail_while_another_works(rank: int, pipe: Connection, kind: str, late: str) -> Any:
     """Rank 1 is late in the first evaluation, which rank 0 has left then, and in which rank 2 waits for rank 1."""
-    stage = Trapped(rank, None, lambda: None)
+    stage = Trapped(rank)
     engine = make_engine(stage, kind)
     engine.eval(TOKENS, target=TARGET)
 
@@ -298,7 +232,7 @@ def fail_while_another_works(rank: int, pipe: Connection, kind: str, late: str) 
             raise ValueError("too late")
 
     def before(n: int) -> None:
-        stage.calls, stage.at = 0, None
+        stage.calls, stage.at = 0, ""
         if rank == 0 and n == 1:
             stage.at, stage.trap = "F0.0", raise_error
         elif rank == 1 and n == 0:
@@ -335,104 +269,6 @@ def test_an_error_that_comes_after_one_of_the_next_step(tmp_path: Path, kind: st
     told = ("PipelineError", "rank 0 ended the step: [0]F0.0: ValueError: no such token")
     assert third[0] == third[1] == second[1] == told
     assert first[2] == second[2] == third[2] == ("", "")
-
-
-# -- nothing is left ---------------------------------------------------------------------------------------------------
-
-
-def open_things() -> tuple[int, int]:
-    """Descriptors and mappings of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
-
-
-def make_and_close(rank: int, pipe: Connection, kind: str) -> Any:
-    """Pipelines one after the other, of which the first warms torch up; over shared memory the last one fails."""
-    counts = []
-    for n in range(3):
-        stage = Trapped(rank, None, lambda: pipe.send(("trap", 0)))
-        engine = make_engine(stage, kind)
-        engine.step(TOKENS, target=TARGET)
-        if n == 2 and kind == "shm":
-            outcome(lambda engine=engine: engine.step(TOKENS if rank else None, target=TARGET))
-        engine.close()
-        del engine, stage
-        dist.barrier()
-        counts.append(open_things())
-        dist.barrier()  # a peer that leaves closes gloo's connections
-    return counts
-
-
-@pytest.mark.parametrize("kind", TRANSPORTS)
-def test_nothing_is_left_after_close(tmp_path: Path, kind: str) -> None:
-    before = shared_memory_names()
-    with running(P, tmp_path, make_and_close, kind) as ranks:
-        counts = [ranks.result(rank) for rank in range(P)]
-    for first, second, third in counts:
-        assert first == second == third and first[1] == 0
-    assert shared_memory_names() <= before
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-class Jittery(nn.Module):
-    """Sleeps for a random time, mostly none, in every forward and backward."""
-
-    def __init__(self, stage: nn.Module, seed: int) -> None:
-        super().__init__()
-        self.stage = stage
-        self.random = torch.Generator().manual_seed(seed)
-
-    def sleep(self, *ignored: Any) -> None:
-        draw = float(torch.rand((), generator=self.random))
-        if draw > 0.7:
-            time.sleep(0.003 * draw)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sleep()
-        y = self.stage(x)
-        if y.requires_grad:
-            y.register_hook(self.sleep)
-        return y
-
-
-@pytest.mark.parametrize(
-    ("ranks", "M", "k", "name", "prefetch"),
-    each_value(
-        [(2, 5, 1, "1f1b"), (2, 1, 7, "seq1f1b"), (3, 4, 3, "seq1f1b"), (4, 2, 4, "seq1f1b"), (4, 6, 2, "gpipe")],
-        [0, 1],
-    ),
-)
-def test_random_delays_change_nothing(ranks: int, M: int, k: int, name: str, prefetch: int) -> None:
-    """Whoever is late, no rank waits for ever and every gradient has the same bits."""
-    tokens, target = batch(CONFIG, M, LENGTH, size=1)
-    model = whole_model(CONFIG, torch.float32)
-
-    def run(group: Any, seed: int | None) -> dict[str, Tensor]:
-        stage: nn.Module = stage_of(model, CONFIG, group.rank, ranks)
-        if seed is not None:
-            stage = Jittery(stage, seed + group.rank)
-        engine = PipelineEngine(
-            stage,
-            schedule=partial(build_schedule, name, prefetch=prefetch),
-            num_microbatches=M,
-            num_segments=k,
-            loss_fn=cross_entropy,
-            group=group,
-            limits=Limits(step=20.0, first_step=20.0),
-        )
-        for _ in range(2):
-            engine.step(tokens, target=target)
-        return {n.removeprefix("stage."): p.grad for n, p in engine.named_parameters()}
-
-    def gradients(seed: int | None) -> dict[str, Tensor]:
-        return {n: g for own in run_ranks(ranks, lambda group: run(group, seed)) for n, g in own.items()}
-
-    still = gradients(None)
-    for seed in (0, 100):
-        late = gradients(seed)
-        assert late.keys() == still.keys() and all(torch.equal(late[n], g) for n, g in still.items())
 
 
 def test_a_pipeline_error_is_a_runtime_error() -> None:

@@ -37,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch.distributed as dist
 from common import header
-from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
+from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, Outcome, Setup, serve
 from processes import PipedProcesses, context, shared_memory_names
+from traps import K, M, P
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
 DEADLINE = 25.0  # of one command: who has not answered then never will

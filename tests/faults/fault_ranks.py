@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import faulthandler
-import functools
 import gc
 import logging
 import os
@@ -28,17 +27,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from messages import corrupt, find_next, forge, repeat
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
-from torch import Tensor, nn
+from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor
+from traps import CONFIG, K, M, P, Trapped, trap_weights
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine
-from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.transport import descriptors
 from seq1f1b.transport.meeting import Meeting
 
-P, M, K = 3, 3, 2
-CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 LENGTHS = (8, 12, 8)  # of the batches
 TIMEOUT = 1.5
 SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
@@ -123,36 +120,6 @@ def truths() -> list[tuple[list[float], dict[str, Tensor]]]:
     """Losses and gradients of the model run whole, by batch."""
     found = [run_whole(whole_model(CONFIG), tokens, target, M) for tokens, target in batches()]
     return [([float(loss) for loss in losses], gradients) for losses, gradients in found]
-
-
-class Trapped(nn.Module):
-    """A stage that calls ``trap`` in one of its units."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
-        self.at, self.calls = "", 0
-        self.received: Tensor | None = None  # in the unit that runs
-        self.trap: Callable[[], None] = lambda: None
-        self.change: Callable[[Tensor], Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        unit = f"{self.calls // K}.{self.calls % K}"
-        self.calls += 1
-        y = self.stage(x)
-        if self.at == f"F{unit}":
-            self.received = x
-            if self.change is not None:
-                y = self.change(y)
-            self.trap()
-        if y.requires_grad:
-            y.register_hook(lambda grad: self.backward(unit, grad))
-        return y
-
-    def backward(self, unit: str, grad: Tensor) -> None:
-        if self.at in (f"B{unit}", f"I{unit}"):
-            self.received = grad
-            self.trap()
 
 
 class TrappedWriter(dcp.FileSystemWriter):
@@ -381,20 +348,10 @@ class Rank:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]
-        self._trap_weights(self.engine)
+        trap_weights(self.engine, self.stage)
         # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
         self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
         self.state = {"train": seq1f1b.PipelineState(self.engine, self.optimizer)}
-
-    def _trap_weights(self, engine: PipelineEngine) -> None:
-        """The stage calls its trap in W of a unit, too."""
-        (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, WeightGradients))
-        feature.weight = functools.partial(self._trapped, feature.weight)  # type: ignore[method-assign]
-
-    def _trapped(self, weight: Any, cell: int, received: Any) -> None:
-        if self.stage.at == f"W{cell // K}.{cell % K}":
-            self.stage.trap()
-        weight(cell, received)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         unit = f"F{self.calls_of_loss // K}.{self.calls_of_loss % K}"
