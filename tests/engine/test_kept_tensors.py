@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import run_processes
 from slices import slice_of
+from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,102 +21,65 @@ from seq1f1b.transport import edges
 
 HIDDEN, LENGTH, M, K = 4, 24, 4, 6
 
-# -- states that are views of what a stage received ------------------------------------------------------------------
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "slice": lambda x: x[:, -1:],
-    "transposed": lambda x: x.transpose(1, 2)[:, :, -1:].transpose(1, 2),
-    "flattened": lambda x: x.flatten(1)[:, -HIDDEN:].unflatten(1, (1, HIDDEN)),
-    "contiguous": lambda x: x.contiguous()[:, -1:],
-    "cast": lambda x: x.to(torch.float64)[:, -1:],
-    "chunk": lambda x: x.split(1, 1)[-1],
-    "identity": lambda x: nn.Identity()(x)[:, -1:],
-    "dropout": lambda x: nn.Dropout(0.5).eval()(x)[:, -1:],
-    "unbound": lambda x: x.unbind(1)[-1].unsqueeze(1),
-}
-
 
 class Shift(nn.Module):
-    """x[t] + x[t - 1], of which the last row of a segment is carried as a view."""
-
-    def __init__(self, view: str, index: int = 0) -> None:
-        super().__init__()
-        self.view, self.index = VIEWS[view], index
+    """x[t] + x[t - 1], of which the last row of a segment is carried as a view; test_random_steps.py has more views."""
 
     def forward(self, x: Tensor) -> Tensor:
-        before = seq1f1b.carry_in(self.index, x.new_zeros(x.shape[0], 1, HIDDEN))
-        seq1f1b.carry_out(self.index, self.view(x))
+        before = seq1f1b.carry_in(0, x.new_zeros(x.shape[0], 1, HIDDEN))
+        seq1f1b.carry_out(0, x[:, -1:])
         return x + torch.cat([before, x[:, :-1]], 1)
 
 
-def whole_losses(stages: list[nn.Module], x: Tensor, target: Tensor) -> list[float]:
-    with torch.no_grad():
-        return [
-            float(F.mse_loss(nn.Sequential(*stages)(a), b)) for a, b in zip(x.chunk(M), target.chunk(M), strict=True)
-        ]
+Made = tuple[list[nn.Module], Tensor, Tensor, list[float]]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64), torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64)
-
-
-def run_shifts(view: str) -> None:
+def make_shifts() -> Made:
+    """Two stages, inputs, targets, and the losses of the stages run whole."""
     torch.manual_seed(0)
-    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift(view)]
-    x, target = batch()
-
-    def work(group: Any) -> Any:
-        engine = PipelineEngine(stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group)
-        losses = engine.eval(x, target=target)
-        stepped = engine.step(x, target=target)
-        evaluated, outputs = engine.eval(x, target=target, return_outputs=True)
-        return losses, stepped, evaluated, outputs
-
-    found = [result for result in run_ranks(2, work) if result[0]]
-    assert len(found) == 1
-    expected = whole_losses(stages, x, target)
-    for losses in found[0][:3]:
-        assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-12)
+    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift()]
+    x, target = torch.randn(2, M, LENGTH, HIDDEN, dtype=torch.float64).unbind()
     with torch.no_grad():
-        torch.testing.assert_close(found[0][3], nn.Sequential(*stages)(x), rtol=1e-12, atol=1e-12)
-    weight = stages[0].weight.grad.clone()
-    stages[0].zero_grad()
-    F.mse_loss(nn.Sequential(*stages)(x), target).backward()
-    torch.testing.assert_close(weight, stages[0].weight.grad, rtol=1e-11, atol=1e-13)
+        output = nn.Sequential(*stages)(x)
+    return stages, x, target, [float(F.mse_loss(a, b)) for a, b in zip(output, target, strict=True)]
 
 
-@pytest.mark.parametrize("view", list(VIEWS))
-def test_a_carried_view_of_what_was_received(view: str) -> None:
-    run_shifts(view)
+def run_shifts(made: Made, rank: int, **options: Any) -> None:
+    """The rank's stage, whose hooks keep what passes, in two steps and evaluations."""
+    stages, x, target, whole = made
+    kept: list[tuple[Tensor, Tensor]] = []
+    stages[rank].register_full_backward_hook(lambda m, inputs, outputs: kept.extend(copies(outputs)))
+    stages[rank].register_forward_pre_hook(lambda m, given: kept.extend(copies(given)))
+    given = {"num_microbatches": M, "num_segments": K, "loss_fn": F.mse_loss, **options}
+    engine = PipelineEngine(stages[rank], attention="unchecked", **given)  # a look would call the hooks, too
+    for _ in range(2):
+        engine.step(x, target=target)
+        losses = engine.eval(x, target=target)
+    assert [float(loss) for loss in losses] == (pytest.approx(whole, rel=1e-12) if rank else [])
+    assert len(kept) == 6 * M * K
+    engine.close()
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
 
 
 # -- what hooks, losses and stages keep ------------------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
+class Keeps(Attends):
     """A stage with attention that keeps its own input, as a cache of activations does."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.layer = seq1f1b.layer_handle(index)
+        super().__init__(HIDDEN, index)
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.keeps_own = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.keeps_own:
             self.kept.append((x, x.detach().clone()))
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + self.out(seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2))
+        return super().forward(x)
 
 
 def copies(tensors: Any) -> list[tuple[Tensor, Tensor]]:
     return [(t.detach(), t.detach().clone()) for t in tensors if isinstance(t, Tensor)]
-
-
-def hook_input(module: Keeps) -> None:
-    module.register_forward_pre_hook(lambda m, given: m.kept.extend(copies(given)))
 
 
 def hook_output(module: Keeps) -> None:
@@ -137,11 +101,6 @@ def hook_gradient_itself(module: Keeps) -> None:
     module.register_full_backward_pre_hook(keep)
 
 
-def hook_inner_gradients(module: Keeps) -> None:
-    for part in (module.qkv, module.out):
-        part.register_full_backward_hook(lambda m, inputs, outputs: module.kept.extend(copies([*inputs, *outputs])))
-
-
 def hook_tensors(module: Keeps) -> None:
     def keep(gradient: Tensor) -> None:
         module.kept.extend(copies([gradient]))
@@ -160,8 +119,7 @@ def keep_own(module: Keeps) -> None:
 
 
 HOOKS = [
-    hook_input, hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_inner_gradients,
-    hook_tensors, keep_own,
+    hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_tensors, keep_own,
 ]  # fmt: skip
 ORDERS: list[tuple[str, int, Any]] = [
     ("seq1f1b", 1, {}), ("seq-zbv", 2, {}), ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
@@ -257,35 +215,12 @@ def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -
 def test_without_swapping_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch before 2.12."""
     monkeypatch.setattr(edges, "_SWAPS", False)
-    run_shifts("slice")
+    made = make_shifts()
+    run_ranks(2, lambda group: run_shifts(made, group.rank, group=group))
 
 
 def transports(rank: int, world: int, transport: str) -> None:
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift("slice")]
-    x, target = batch()
-    expected = whole_losses(stages, x, target)
-    kept: list[tuple[Tensor, Tensor]] = []
-    stages[rank].register_full_backward_hook(lambda m, inputs, outputs: kept.extend(copies(outputs)))
-    stages[rank].register_forward_pre_hook(lambda m, given: kept.extend(copies(given)))
-    engine = PipelineEngine(
-        stages[rank],
-        num_microbatches=M,
-        num_segments=K,
-        loss_fn=F.mse_loss,
-        transport=transport,
-        limits=Limits(step=30),
-        attention="unchecked",  # a look would call the hooks, too
-    )
-    for _ in range(2):
-        engine.step(x, target=target)
-        losses = engine.eval(x, target=target)
-    if rank == 1:
-        assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-12)
-    assert len(kept) == 6 * M * K
-    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
-    engine.close()
-    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
+    run_shifts(make_shifts(), rank, transport=transport, limits=Limits(step=30))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

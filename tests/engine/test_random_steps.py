@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +51,16 @@ NAMES = [*FAMILIES, *["random"] * 5]
 VOCAB = 13
 SHAPES = ("even", "uneven", "documents", "rows", "trees")
 AUXILIARY = 0.1
+# Views of the last row, all of memory that a message came in.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[:, -1:],
+    "transposed": lambda x: x.transpose(1, 2)[:, :, -1:].transpose(1, 2),
+    "flattened": lambda x: x.flatten(1)[:, -x.shape[2] :].unflatten(1, (1, x.shape[2])),
+    "contiguous": lambda x: x.contiguous()[:, -1:],
+    "chunk": lambda x: x.split(1, 1)[-1],
+    "dropout": lambda x: nn.Dropout(0.5).eval()(x)[:, -1:],
+    "unbound": lambda x: x.unbind(1)[-1].unsqueeze(1),
+}
 WEIGHT = 37.0  # by which a step's sum is divided
 OPTIONS = {
     "means": Loss(weight="microbatches"), "targets": Loss(weight="targets"), "tokens": Loss(weight="targets"),
@@ -74,8 +86,9 @@ class Draw:
         steps: of which gradients add up.
         adds: whether layers add their products in one call.
         ties: names of parameters, the second of which is the first.
-        adds_loss: whether the first block adds an auxiliary loss, a mean over its tokens.
-        carries: whether the second block carries a view of its last row to the next segment.
+        adds_loss: "segment": the first block adds a mean over its tokens; "sequence": the square of that over the row.
+        carries: the view of its input's last row that a block carries to the next segment.
+        is_late: whether stages sleep at random in forwards and backwards.
     """
 
     schedule: Schedule
@@ -94,8 +107,9 @@ class Draw:
     adds: bool = False
     ties: tuple[tuple[str, str], ...] = ()
     frozen: tuple[int, ...] = ()
-    adds_loss: bool = False
-    carries: bool = False
+    adds_loss: str = ""
+    carries: str = ""
+    is_late: bool = False
 
     @property
     def is_spread(self) -> bool:
@@ -104,6 +118,11 @@ class Draw:
     @property
     def is_of_rows(self) -> bool:
         return self.shape in ("rows", "trees")
+
+    @property
+    def carrier(self) -> str:
+        """Names the block that carries: the first one of the second stage, whose input comes in a message."""
+        return str(self.config.layers // self.schedule.num_stages % self.config.layers)
 
 
 def draw_order(rng: random.Random, name: str, shape: str, folder: Path) -> Draw | None:
@@ -187,18 +206,45 @@ def draw(seed: int, folder: Path) -> Draw:
     elif found.head == "stage":
         found.frozen = tuple(s for s in range(found.schedule.num_stages) if rng.random() < 0.2)
     has_mean = found.loss in ("means", "targets", "weight", "tokens") and found.shape != "trees"
-    found.adds_loss = has_mean and found.memory.blocks is None and rng.random() < 0.5
+    if has_mean and found.memory.blocks is None and rng.random() < 0.5:
+        found.adds_loss = rng.choice(("segment", "sequence"))
     has_siblings = any(isinstance(size, list) for sizes in found.trees.sizes for size in sizes)
     may_carry = found.shape != "documents" and not has_siblings and found.memory.blocks is None
-    found.carries = may_carry and rng.random() < 0.5
+    found.carries = rng.choice([*VIEWS]) if may_carry and rng.random() < 0.5 else ""
+    found.is_late = rng.random() < 0.15
     return found
 
 
-def shifted(block: nn.Module, given: Any, output: Tensor) -> Tensor:
+def shifted(view: str, block: nn.Module, given: Any) -> Tensor:
     """A hook: adds half of the row before, which a segment before has left."""
-    before = carry_in(1, torch.zeros_like(output[:, :1]))
-    carry_out(1, output[:, -1:])
-    return output + 0.5 * torch.cat([before, output[:, :-1]], 1)
+    (x,) = given
+    before = carry_in(1, torch.zeros_like(x[:, :1]))
+    carry_out(1, VIEWS[view](x))
+    return x + 0.5 * torch.cat([before, x[:, :-1]], 1)
+
+
+def add_auxiliary(of: str, block: nn.Module, given: Any, output: Tensor) -> None:
+    if of == "segment":
+        return add_loss(AUXILIARY * output.square().mean())
+    wide = output.double()
+    sums = carry_in(2, wide.new_zeros(2)) + torch.stack([wide.square().sum(), wide.new_tensor(wide.numel())])
+    carry_out(2, sums)
+    return add_loss(AUXILIARY * (sums[0] / sums[1]).square(), of="sequence")
+
+
+class Late:
+    """A hook of a stage: sleeps for a random time, mostly none, in every forward and backward."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def sleep(self, *_: Any) -> None:
+        time.sleep(max(0.0, 0.01 * (self.random.random() - 0.7)))
+
+    def __call__(self, stage: nn.Module, given: Any, output: Tensor) -> None:
+        self.sleep()
+        if output.requires_grad:
+            output.register_hook(self.sleep)
 
 
 # -- the truth ---------------------------------------------------------------------------------------------------------
@@ -246,7 +292,7 @@ def run_alone(
     divisor, added, auxiliary = divisors.get(drawn.loss, sum(counts)), list[Tensor](), list[Tensor]()
     model.blocks["0"].register_forward_hook(lambda block, given, output: added.append(output.square().sum()))
     if drawn.carries:
-        model.blocks["1"].register_forward_hook(shifted)
+        model.blocks[drawn.carrier].register_forward_pre_hook(partial(shifted, drawn.carries))
     for m, (inputs, target) in enumerate(zip(tokens, targets, strict=True)):
         ends = list(itertools.accumulate(drawn.documents, initial=0))
         paths = [[span] for span in itertools.pairwise(ends)]
@@ -258,7 +304,8 @@ def run_alone(
                 seen.setdefault((a, b), of_tokens(output, target[:, a:b], **drawn.smoothing) + more)
         sums.append(torch.cat([seen[span] for span in sorted(seen)], 1))
         share = (1 if drawn.loss == "means" else counts[m]) / divisor  # as the micro-batch weighs
-        auxiliary.append(share * AUXILIARY * sum(added) / (inputs.numel() * drawn.config.hidden))
+        mean = sum(added) / (inputs.numel() * drawn.config.hidden)
+        auxiliary.append(share * AUXILIARY * (mean**2 if drawn.adds_loss == "sequence" else mean))
         added.clear()
     means = [each.sum() / count if count else 0.0 * each.sum() for each, count in zip(sums, counts, strict=True)]
     total = sum(each.sum() for each in (means if "means" in drawn.loss else sums)) / divisor
@@ -285,7 +332,9 @@ def tie(module: Stage, ties: tuple[tuple[str, str], ...]) -> None:
             module.tied_parameters[first] = own.get(first, own.get(second))
 
 
-def make_engine(drawn: Draw, model: Stage, memory: Memory, group: Any, default: torch.device) -> PipelineEngine:
+def make_engine(
+    drawn: Draw, model: Stage, memory: Memory, group: Any, default: torch.device, is_late: bool
+) -> PipelineEngine:
     P, last = drawn.schedule.num_ranks, drawn.schedule.num_stages - 1
     own = [s for s, rank in enumerate(drawn.schedule.rank_of_stage) if rank == group.rank]
     stages = {s: stage_of(model, drawn.config, s, last + 1) for s in own}
@@ -293,12 +342,12 @@ def make_engine(drawn: Draw, model: Stage, memory: Memory, group: Any, default: 
     for s, stage in stages.items():
         stage.requires_grad_(s not in drawn.frozen)
         tie(stage, drawn.ties)
-        if drawn.carries and "1" in stage.blocks:
-            stage.blocks["1"].register_forward_hook(shifted)
+        if drawn.carries and drawn.carrier in stage.blocks:
+            stage.blocks[drawn.carrier].register_forward_pre_hook(partial(shifted, drawn.carries))
+        if is_late:
+            stage.register_forward_hook(Late(s))
     if drawn.adds_loss and 0 in own:
-        stages[0].blocks["0"].register_forward_hook(
-            lambda block, given, output: add_loss(AUXILIARY * output.square().mean())
-        )
+        stages[0].blocks["0"].register_forward_hook(partial(add_auxiliary, drawn.adds_loss))
     if drawn.head == "loss" and last in own:
         loss_fn = take_head(stages[last])
     if drawn.is_spread:
@@ -318,7 +367,15 @@ def make_engine(drawn: Draw, model: Stage, memory: Memory, group: Any, default: 
 
 
 def train(
-    drawn: Draw, model: Stage, tokens: Any, targets: Any, memory: Memory, default: str = "cpu"
+    drawn: Draw,
+    model: Stage,
+    tokens: Any,
+    targets: Any,
+    memory: Memory,
+    *,
+    default: str = "cpu",
+    is_late: bool = False,
+    is_verified: bool = False,
 ) -> list[tuple[Any, ...]]:
     """Returns, of each rank, losses of an evaluation and of steps, gradients by name and their norm; report and waits.
 
@@ -335,7 +392,7 @@ def train(
         given["kwargs"] = {"doc_ids": ids.expand(tokens.shape).contiguous()}
 
     def run(group: Any) -> tuple[Any, ...]:
-        engine = make_engine(drawn, model, memory, group, torch.device(default))
+        engine = make_engine(drawn, model, memory, group, torch.device(default), is_late)
         with torch.device(default):
             goal = targets if engine.has_last else None
             losses = [engine.eval(tokens, target=goal, **given)]
@@ -344,6 +401,9 @@ def train(
                     losses.append(engine.step(tokens, target=goal, **step, **given))
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
             report, norm = engine.report(), engine.clip_grad_norm_(1e9)
+            if is_verified:
+                verified = engine.verify(tokens, target=goal, show=False, **step, **given)
+                assert verified.ok, verified
             engine.close()
         return losses, gradients, norm, report, waits
 
@@ -365,8 +425,12 @@ def check_report(drawn: Draw, order: Schedule, rank: int, report: Any) -> None:
     """Units run in their order, and hold as much as is planned."""
     units = order.ranks[rank]
     assert order.fills or tuple(unit for unit, _, _ in report.timeline) == units
+    times = [time for _, *span in report.timeline for time in span]
+    assert times == sorted(times) and times[0] > 0
     assert report.recomputed_units == sum(unit.kind == "R" for unit in units)
     assert report.kept_units + report.moved_units == sum(unit.kind == "F" for unit in units) - report.recomputed_units
+    assert report.kv_bytes == report.planned_kv_bytes
+    assert report.grad_bytes == report.planned_grad_bytes or drawn.frozen
     for stage in report.stages:
         assert stage.peak_live_units <= stage.planned_live_units
         assert order.fills or stage.peak_live_units == stage.planned_live_units
@@ -401,10 +465,10 @@ def test_a_random_step_is_that_of_the_whole_model(seed: int, tmp_path: Path) -> 
     own_losses, own = run_alone(drawn, copy.deepcopy(model), tokens, targets)
     plain = Memory(offload=drawn.memory.offload, units="none") if "O" in drawn.schedule.kinds else Memory()
     with wide_products() if drawn.adds else nullcontext():
-        ranks = train(drawn, model, tokens, targets, drawn.memory)
-        is_again = drawn.memory != plain or seed % 3 == 0
+        ranks = train(drawn, model, tokens, targets, drawn.memory, is_late=drawn.is_late, is_verified=seed % 8 == 1)
+        is_again = drawn.memory != plain or drawn.is_late or seed % 3 == 0
         others = train(drawn, model, tokens, targets, plain, default="meta") if is_again else ranks
-    assert all(map(torch.equal, tensors_of(ranks), tensors_of(others))), "numbers depend on what is held, or where"
+    assert all(map(torch.equal, tensors_of(ranks), tensors_of(others))), "numbers depend on what is held, where or when"
     order = expected_order(drawn)
     for rank, (*_, report, _) in enumerate(ranks):
         check_report(drawn, order, rank, report)
