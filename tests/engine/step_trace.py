@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # as pytest does
+from tiny_model import Attends, cross_entropy
 
 import seq1f1b
 from seq1f1b.planning.hardware import load_hardware, load_model
@@ -62,33 +64,19 @@ def lines_of(code: CodeType) -> int:
     return max(numbers) - min(numbers) + 1 if numbers else 1
 
 
-class Block(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.qkv, self.out, self.layer = nn.Linear(64, 192), nn.Linear(64, 64), seq1f1b.layer_handle(index)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + self.out(seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2))
-
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def trace(rank: int = 0, warm: bool = True, given: Callable[[], dict[str, Any]] = dict, **options: Any) -> Trace:
     """Traces one step of a rank of two, with 2 micro-batches and 4 segments each, two ``warm`` steps before it or none.
 
     Further arguments of the step are ``given``; options are the engine's.
     """
-    stages = [nn.Sequential(nn.Embedding(100, 64), Block(0)), nn.Sequential(Block(0), nn.Linear(64, 100))]
+    stages = [nn.Sequential(nn.Embedding(100, 64), Attends(64, 0)), nn.Sequential(Attends(64, 0), nn.Linear(64, 100))]
     tokens, found = torch.randint(0, 100, (4, 128)), Trace()
     target = seq1f1b.shift_labels(tokens)
     if given is not dict:  # steps of rows take lists of micro-batches
         tokens, target = list(tokens.split(2)), list(target.split(2))
 
     def work(group: Any) -> None:
-        chosen = {"num_microbatches": 2, "num_segments": 4, "loss_fn": loss_fn, "group": group, **options}
+        chosen = {"num_microbatches": 2, "num_segments": 4, "loss_fn": cross_entropy, "group": group, **options}
         engine = seq1f1b.PipelineEngine(stages[group.rank], **chosen)
         for _ in range(2 * warm):
             engine.step(tokens, target=target, **given())

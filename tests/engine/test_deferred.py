@@ -114,17 +114,6 @@ def add_to_slice(m, x):
     return y
 
 
-def fill_where(m, x):
-    y = m.up(x)
-    return y.masked_fill_(y < 0, 0.5)
-
-
-def set_column(m, x):
-    y = m.up(x)
-    y[..., 0] = m.side(x)[..., 1]
-    return y
-
-
 def change_through_view(m, x):
     y = m.up(x)
     y.view(-1, 6)[:, ::2].mul_(m.shift[0] + 2)
@@ -141,13 +130,9 @@ def experts(m, x):
 
 BETWEEN = {
     "ReLU in place": lambda m, x: nn.ReLU(inplace=True)(m.up(x)),
-    "Dropout in place": lambda m, x: nn.Dropout(0.0, inplace=True)(m.up(x)),
     "a layer added": lambda m, x: m.up(x).add_(m.side(x)),
     "a product": lambda m, x: m.up(x).mul_(m.side(x)).sigmoid_(),
-    "a parameter added": lambda m, x: m.up(x).add_(m.shift),
     "a slice": add_to_slice,
-    "a mask": fill_where,
-    "a column": set_column,
     "a view": change_through_view,
     "four dimensions": lambda m, x: m.up(x[:, None]).relu_()[:, 0],
     "two dimensions": lambda m, x: m.up(x.flatten(0, 1)).relu_().view(*x.shape[:2], -1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import signal
 import socket
@@ -19,33 +18,6 @@ from scripts import Script, environment
 import seq1f1b
 from seq1f1b.testing import run_ranks
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist, seq1f1b
-
-def make(transport):
-    return seq1f1b.PipelineEngine(
-        torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(),
-        transport=transport,
-    )
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-x, made = torch.randn(4, 8, 4), []
-for transport in ("shm", "c10d"):
-    engine = make(transport)
-    engine.step(x, target=x)
-    try:
-        engine.step(x if rank else "nonsense", target=x)
-        sys.exit("the step did not fail")
-    except (TypeError, seq1f1b.PipelineError):
-        pass
-    engine.close()
-    made.append(make(transport))  # and forgotten
-    made[-1].step(x, target=x)
-print(f"end of rank {rank}")
-"""
-
 
 def environment_of(num_ranks: int) -> list[dict[str, str]]:
     """What torchrun tells each rank, without its launcher, which imports torch for itself."""
@@ -53,20 +25,6 @@ def environment_of(num_ranks: int) -> list[dict[str, str]]:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": f"{num_ranks}"}
     return [{**os.environ, **place, "RANK": f"{rank}"} for rank in range(num_ranks)]
-
-
-def test_every_process_exits_with_0(tmp_path: Path) -> None:
-    """After a failed step, and with engines that nobody has closed, over each transport."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = [
-        subprocess.Popen([sys.executable, str(script)], env=environment, text=True, **pipes)
-        for environment in environment_of(2)
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert [out for out, _ in said] == ["end of rank 0\n", "end of rank 1\n"], said
 
 
 def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
@@ -156,15 +114,13 @@ ENDS = """
 import os, socket, sys, time, weakref, torch, torch.distributed as dist, seq1f1b
 import seq1f1b.engine.engine, seq1f1b.transport, torch.nn.parallel
 
-times, *ways = sys.argv[1:]
 torch.set_num_threads(1)
-for way in ways:
-    begun, ranks = time.monotonic(), []
-    for number in range(3 * int(times)):  # runs of three ranks at once; torch is imported once for all
-        if number % 3 == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+for way in sys.argv[1:]:
+    ranks = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(3):  # torch is imported once for all
         pid = os.fork()
         if pid == 0:
             break
@@ -172,20 +128,28 @@ for way in ways:
     if pid == 0:
         break
     codes = {os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in ranks}
-    print(f"{time.monotonic() - begun:.1f} {codes} {way}", flush=True)
+    print(codes, way, flush=True)
 else:
     sys.exit()
-rank = number % 3
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}", WORLD_SIZE="3", RANK=f"{rank}")
-(seq1f1b if "seq1f1b" in way else dist).init_process_group("gloo")
-if "alone" not in way:
-    engine = seq1f1b.PipelineEngine(
+dist.init_process_group("gloo")
+def make():
+    return seq1f1b.PipelineEngine(
         torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss,
         transport="c10d" if "c10d" in way else "shm", attention="unchecked",
     )
-    x = torch.randn(2, 8, 4)
-    for _ in range(3):
-        engine.step(x, target=x)
+engine, x = make(), torch.randn(2, 8, 4)
+for _ in range(3):
+    engine.step(x, target=x)
+if "failed" in way:  # the next engine is forgotten
+    try:
+        engine.step(x if rank else "nonsense", target=x)
+        sys.exit("the step did not fail")
+    except (TypeError, seq1f1b.PipelineError):
+        pass
+    engine.close()
+    engine = make()
+    engine.step(x, target=x)
 if "ddp" in way:
     wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     wrapped(torch.randn(2, 4)).sum().backward()
@@ -206,31 +170,11 @@ sys.exit(4)
 """
 
 
-def ends(folder: Path, times: int, ways: list[str], limit_s: float) -> list[float]:
-    """Seconds of each way to end, run so many times at once: all ranks have ended with their script's own code."""
-    script = folder / "ends.py"
-    script.write_text(ENDS)
-    command = [sys.executable, str(script), str(times), *ways]
-    said = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit_s)
-    seconds, found = zip(*(line.split(" ", 1) for line in said.stdout.splitlines()), strict=True)
-    assert list(found) == [f"{{4}} {way}" for way in ways], (said.stdout, said.stderr)
-    return [float(each) for each in seconds]
-
-
 def test_a_script_ends_with_its_own_exit_code(tmp_path: Path) -> None:
-    """While a thread of gloo drops a tensor; the engine closed or not, the group held by DDP or not."""
-    ends(tmp_path, 1, ["late destroy", "late c10d close destroy", "late ddp close destroy"], 120)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(2400)
-def test_a_hundred_scripts_end_on_a_busy_machine(tmp_path: Path) -> None:
-    """None takes ten seconds longer than the same scripts without an engine."""
-    words = ("torch", "seq1f1b"), ("", " c10d"), ("", " ddp"), ("", " close"), ("", " destroy")
-    ways = ["".join(each) for each in itertools.product(*words)]
-    with contextlib.ExitStack() as busy:
-        for _ in range(8):
-            busy.callback(subprocess.Popen(["sh", "-c", "ulimit -t 1800; while :; do :; done"]).kill)
-        alone = ends(tmp_path, 3, ["torch alone", "torch ddp alone destroy"], 600)
-        seconds = ends(tmp_path, 3, ways, 1800)
-    assert max(seconds) < max(alone) + 10, (alone, list(zip(seconds, ways, strict=True)))
+    """While a thread of gloo drops a tensor, and after a failed step; closed or not, the group held by DDP or not."""
+    ways = ["late destroy", "late c10d close destroy", "late ddp close destroy", "failed", "failed c10d"]
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = [sys.executable, str(script), *ways]
+    said = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert said.stdout.splitlines() == [f"{{4}} {way}" for way in ways], (said.stdout, said.stderr)

@@ -18,7 +18,7 @@ def parts(modules: set[str], package: str) -> list[str]:
 
 
 def test_the_package_alone_needs_no_torch_no_planner_and_no_drawing() -> None:
-    [modules] = modules_after("import seq1f1b")
+    [modules] = modules_after("import seq1f1b; seq1f1b.partition_sequence(8, 2, strategy='even')")
     for package in ("torch", "numpy", "seq1f1b.planning", "seq1f1b.view", "seq1f1b.engine", "seq1f1b.plan"):
         assert parts(modules, package) == []
 

@@ -1,11 +1,11 @@
-"""Do units that run twice and save once give the gradients of the whole model, and hold as little as is planned?"""
+"""Do units that compute all or some of their blocks again give the same gradients, and hold as little as is planned?"""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,21 +33,25 @@ def squares(output, target):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_measured_bytes_fall_as_planned() -> None:
-    """One of 8 units is held at a time; keys and values stay. Eight times the tokens fit where one did."""
-    found = {}
-    for recompute in ("none", "all"):
-        schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2, recompute=recompute)
-        tokens, target = batch(CONFIG, 4, 16)
-        _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target)
+@pytest.mark.parametrize(("name", "most"), [("gpipe", 8), ("seq1f1b", 3)])
+def test_measured_bytes_fall_as_planned(name: str, most: int) -> None:
+    """One of ``most`` units is held at a time where all run again, and some blocks' share of each; K and V stay."""
+    tokens, target = batch(CONFIG, 4, 16)
+    held, kv = [], []
+    for recompute, share in (("none", 0.0), ("none", 0.5), ("none", 1.0), ("all", 0.0)):
+        order = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=2, recompute=recompute)
+        memory = Memory(blocks=("blocks", share)) if share else Memory()
+        reports = run_order(whole_model(CONFIG), order, tokens, target, memory=memory)[2]
         for report in reports:
             [stage] = report.stages
             assert stage.activation_bytes == stage.planned_activation_bytes
-            assert stage.peak_live_units == stage.planned_live_units == (8 if recompute == "none" else 1)
-            assert report.recomputed_units == (0 if recompute == "none" else 8)
-        found[recompute] = [(r.stages[0].activation_bytes, r.kv_bytes) for r in reports]
-    for (kept, kv), (recomputed, kv_recomputed) in zip(*found.values(), strict=True):
-        assert kept == 8 * recomputed > 0 and kv == kv_recomputed
+            assert stage.peak_live_units == stage.planned_live_units
+            assert report.recomputed_units == 8 * (recompute == "all")
+        held.append(reports[0].stages[0].activation_bytes)
+        kv.append(reports[0].kv_bytes)
+    kept, half, least, recomputed = held
+    assert kept == most * recomputed > 0 and kv == [kv[0]] * 4
+    assert half - least == pytest.approx(kept - half) and least < 0.25 * kept
 
 
 @pytest.fixture
@@ -123,58 +127,6 @@ def test_dropout_of_ranks_that_are_threads() -> None:
 
 
 # -- with other things -------------------------------------------------------------------------------------------------
-
-
-def test_gradients_of_inputs_and_keyword_arguments() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            return super().forward(x).sin() * scale
-
-    x, scale = torch.randn(4, 6, 5).double(), torch.randn(5).double()
-    for frozen in (False, True):
-        stage = Scaled(5, 5).double().requires_grad_(not frozen)
-        found = []
-        for recompute in ("none", "all"):
-            inputs, factor = x.clone().requires_grad_(), scale.clone().requires_grad_()
-            stage.zero_grad()
-            engine = engine_of(stage, arg_rules={"scale": "replicate"}, memory=Memory(recompute=recompute))
-            engine.step(inputs, target=torch.zeros(4, 6, 5).double(), kwargs={"scale": factor})
-            found.append([inputs.grad, factor.grad, *(p.grad for p in stage.parameters() if not frozen)])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-class Pair(nn.Module):
-    """Hands on a constant and an integer beside its hidden state."""
-
-    def __init__(self, index: int, num_stages: int) -> None:
-        super().__init__()
-        self.linear, self.is_last = nn.Linear(4, 4), index == num_stages - 1
-        self.register_buffer("constant", torch.ones(1, 1, 4))
-
-    def forward(self, x: Tensor, constant: Tensor | None = None, count: Tensor | None = None):
-        x = self.linear(x).tanh()
-        if constant is not None:
-            x = x * constant * (count.sum() + 1)
-        if self.is_last:
-            return x
-        return x, self.constant.expand(x.shape[0], x.shape[1], 4), torch.ones(x.shape[0], x.shape[1], dtype=torch.long)
-
-
-def test_outputs_without_a_gradient_beside_one_with() -> None:
-    found = []
-    torch.manual_seed(0)
-    stages = [Pair(index, 3).double() for index in range(3)]
-    for recompute in ("none", "all"):
-
-        def run(group, recompute=recompute):
-            stage = copy.deepcopy(stages[group.rank])
-            engine = engine_of(stage, group, memory=Memory(recompute=recompute))
-            engine.step(torch.linspace(0, 1, 64).double().view(4, 4, 4), target=torch.zeros(4, 4, 4).double())
-            assert not stage.constant.requires_grad
-            return [p.grad for p in stage.parameters()]
-
-        found.append([g for own in run_ranks(3, run) for g in own])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_autocast(tmp_path: Path) -> None:
@@ -311,3 +263,64 @@ def test_verify_tells_of_a_stage_that_does_something_else_in_r() -> None:
     for memory, is_right in ((Memory(), True), (Memory("all"), False)):
         options = {"num_microbatches": 1, "num_segments": 1, "loss_fn": lambda o, t: o.mean(), "memory": memory}
         assert engine_of(Multiplying(), **options).verify(**batch, show=False).ok is is_right
+
+
+# -- some of a unit's blocks -------------------------------------------------------------------------------------------
+
+
+def uneven(unit: Any) -> float:
+    """None of a micro-batch's first segment, half of the second, all of the others; half of the blocks elsewhere."""
+    return 0.5 if unit.stage else min(1.0, 0.5 * unit.segment)
+
+
+def test_a_share_for_every_unit(tmp_path: Path) -> None:
+    """Also of units that go to a tier."""
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=3, num_segments=3)
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    model = whole_model(CONFIG)
+    kept = run_order(model, schedule, tokens, target)
+    options = {"memory": Memory(blocks=("blocks", uneven), offload=tmp_path)}
+    losses, gradients, reports = run_order(model, schedule, tokens, target, **options)
+    assert all(torch.equal(a, b) for a, b in zip(losses, kept[0], strict=True))
+    assert all(torch.equal(g, kept[1][name]) for name, g in gradients.items())
+    assert [report.recomputed_blocks for report in reports] == [3 * (0 + 2 + 4), 3 * 3 * 2]
+    assert all(report.moved_units for report in reports)
+
+
+def compiled(part: str) -> nn.Module:
+    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+    stage.get_submodule(part).compile(backend="eager")
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "message"),
+    [
+        (("blocks", True), ValueError, "the share is True"),
+        (("layers", 0.5), ValueError, "stage 0 has no list of blocks named 'layers'"),
+        (("head", 0.5), ValueError, "'head' of stage 0 is a Linear, must be a ModuleList"),
+    ],
+)
+def test_what_is_refused(choice: Any, error: type[Exception], message: str) -> None:
+    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+    with pytest.raises(error, match=message):
+        PipelineEngine(stage, num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
+
+
+@pytest.mark.parametrize(("part", "named"), [("blocks.2", "blocks.2"), ("", "the module")])
+def test_what_is_compiled_is_refused(part: str, named: str) -> None:
+    choice = ("blocks", 1.0)
+    with pytest.raises(ValueError, match=f"Memory.blocks: {named} of stage 0 is compiled"):
+        PipelineEngine(compiled(part), num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
+
+
+def test_a_callable_that_returns_no_share() -> None:
+    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+    engine = PipelineEngine(
+        stage, num_microbatches=1, num_segments=2, loss_fn=cross_entropy, group=LoopbackGroup(1)[0],
+        memory=Memory(blocks=("blocks", lambda unit: 2 * unit.segment)),
+    )  # fmt: skip
+    tokens, target = batch(CONFIG, 1, LENGTH)
+    with pytest.raises(ValueError, match=r"the share of F0\.1 is 2, must be in 0\.\.1"):
+        engine.step(tokens, target=target)
+    assert not any("forward" in block.__dict__ for block in stage.blocks.values())

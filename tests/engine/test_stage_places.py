@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from processes import run_processes
-from torch import Tensor, nn
+from split_parts import HIDDEN, VOCAB, Plain
+from tiny_model import cross_entropy
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -20,35 +21,19 @@ import seq1f1b
 from seq1f1b.engine.pipeline import check_places, places_of
 from seq1f1b.testing import run_ranks
 
-VOCAB, HIDDEN = 16, 8
 TOKENS = torch.arange(32).view(4, 8) % VOCAB
 TARGET = TOKENS.flip(1)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
-        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(6))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
 def stages(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return list(seq1f1b.split(Model(), count, check=False))
+    return list(seq1f1b.split(Plain(), count, check=False))
 
 
 def engine_of(modules: Any, group: Any = None, **options: Any) -> seq1f1b.PipelineEngine:
-    return seq1f1b.PipelineEngine(modules, num_microbatches=2, num_segments=2, loss_fn=loss_fn, group=group, **options)
+    return seq1f1b.PipelineEngine(
+        modules, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group, **options
+    )
 
 
 # -- ranks as threads meet in their first step -------------------------------------------------------------------------
@@ -152,7 +137,7 @@ def _processes(rank: int, world: int, wrap: str) -> None:
 
         def make() -> Any:
             if wrap == "torch":
-                schedule = seq1f1b.ScheduleSeq1F1B(stage, 2, loss_fn, n_segments=2)  # noqa: B023
+                schedule = seq1f1b.ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2)  # noqa: B023
                 return schedule.engine
             return engine_of(stage, group)  # noqa: B023
 

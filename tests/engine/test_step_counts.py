@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from op_counts import launches
+from step_trace import lines_of, trace
 from torch import Tensor, nn
 from wide_products import autograds_sums, wide_products
 
@@ -64,3 +65,10 @@ def test_launches_of_a_step(schedule: str, is_fused: bool) -> None:
     rest = {name for name, count in of_four_units.items() if count and name not in LOSS | {"mm", "matmul"}}
     # The first layer's input needs no gradient. I needs a root there, which nothing else gives it.
     assert rest <= ({"zero_"} if schedule == "seq-zb-h1" else set()), of_four_units
+
+
+def test_the_python_of_a_warm_plain_step_is_read_in_an_hour() -> None:
+    found = trace()
+    files, functions, calls, _ = found.figures()
+    assert files <= 15 and functions <= 60 and calls <= 300, found.figures()
+    assert max(map(lines_of, found.calls)) <= 60

@@ -410,22 +410,13 @@ def break_things(rank: int, world: int, transport: str) -> None:
         handle.remove()
     engine.step(x, target=y)
     if rank == 2:
-        stage.b.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"tied parameter 'b' differs between ranks \[0, 2\]"):
-        engine.step(x, target=y)
-    if rank == 2:
-        stage.b.weight.requires_grad_(True)
         with torch.no_grad():
             stage.b.weight.add_(1.0)
     apart = r"'b' have come apart: 'b\.weight' of stage 2 on rank 2 .* up to 1\.0e.* clip by engine\.clip_grad_norm_"
     with pytest.raises(ValueError, match=apart):
         engine.step(x, target=y)
-    if rank == 2:
-        with torch.no_grad():
-            stage.b.weight.sub_(1.0)
-            stage.b.weight.copy_(stage.a.weight)
-    if rank == 0:
-        with torch.no_grad():
+    with torch.no_grad():
+        if rank != 1:
             stage.b.weight.copy_(stage.a.weight)
     assert len(engine.step(x, target=y)) == 2 * (rank == 2)
     engine.close()

@@ -17,7 +17,7 @@ from order_runs import (
     last_without_head,
     run_order,
 )  # fmt: skip
-from processes import results_of
+from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, whole_model
 from torch import nn
 
@@ -59,15 +59,6 @@ def test_large_logits():
     assert gradient_error(gradients, truth[1]) <= 1e-10 and float(losses[0]) > 100
 
 
-def test_a_whole_vocabulary_is_a_loss():
-    head = head_of(whole_model(CONFIG), 0, 1, label_smoothing=0.1, z_loss=1e-2)
-    hidden, target = torch.randn(2, LENGTH, CONFIG.hidden).double(), batch(CONFIG, 1, LENGTH)[1]
-    logits = head.linear(hidden).flatten(0, 1)
-    z_loss = 1e-2 * logits.logsumexp(1)[target.flatten() != -100].square().mean()
-    truth = F.cross_entropy(logits, target.flatten(), label_smoothing=0.1) + z_loss
-    torch.testing.assert_close(head(hidden, target), truth, rtol=1e-12, atol=0)
-
-
 def test_autocast():
     tokens, target = batch(CONFIG, 2, LENGTH)
     model = whole_model(CONFIG, torch.float32)
@@ -85,19 +76,6 @@ def test_autocast():
         _, gradients, _ = run_order(model, schedule, tokens, target, head={})
     assert 1e-4 < error(gradients) < 1.5 * whole, "bf16 products, gradients of float32 parameters"
     assert {g.dtype for g in gradients.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_verify(k):
-    tokens, target = batch(CONFIG, 2, LENGTH)
-    model = whole_model(CONFIG, torch.float32)
-
-    def run_rank(group):
-        engine = engine_of(model, group, 2, k)
-        return engine.verify(tokens, target=target if engine.has_last else None, show=False)
-
-    for found in run_ranks(2, run_rank):
-        assert found.ok and {f"shard {rank}: head.weight" for rank in (0, 1)} < found.parameters.keys(), found
 
 
 def test_outputs_are_hidden_states():
@@ -160,35 +138,10 @@ def test_a_frozen_embedding_gets_no_gradient():
     assert gradient_error(gradients, truth) <= 1e-10
 
 
-def test_inputs_that_no_embedding_takes():
-    def engine_of(**options):
-        return PipelineEngine(
-            nn.Linear(4, 4),
-            num_microbatches=1,
-            loss_fn=lambda y, target: y.square().mean(),
-            group=LoopbackGroup(1)[0],
-            embedding=VocabularyParallelEmbedding(9, 4),
-            **options,
-        )
-
-    tokens = torch.tensor([[1, 2, 9]])
-    with pytest.raises(ValueError, match=r"inputs hold 9, must be in 0\.\.8"):
-        engine_of().step(tokens, target=tokens)
-    with pytest.raises(TypeError, match="inputs must be one tensor of token numbers"):
-        engine_of().step(torch.zeros(1, 3), target=tokens)
-    with pytest.raises(ValueError, match="inputs are needed on every rank: the embedding is spread"):
-        engine_of().step(None, target=tokens)
-    with pytest.raises(TypeError, match="embedding must be a VocabularyParallelEmbedding, got Embedding"):
-        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, embedding=nn.Embedding(4, 4), group=LoopbackGroup(1)[0])
-    spread = Schedule.from_text("E0.0 F0.0 B0.0 G0.0")
-    with pytest.raises(ValueError, match="the order spreads the vocabulary over the ranks: give embedding=Vocabulary"):
-        PipelineEngine(nn.Linear(4, 4), schedule=spread, num_microbatches=1, group=LoopbackGroup(1)[0])
-
-
 # -- ranks that are processes ------------------------------------------------------------------------------------------
 
 
-def step_in_process(rank, pipe, transport):
+def step_in_process(rank, world, transport):
     """Losses and gradients of two steps, the second after one that failed on every rank."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
@@ -222,11 +175,11 @@ def step_in_process(rank, pipe, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_processes(tmp_path, transport):
+def test_processes(transport):
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
     truth = run_whole(model, tokens, target, 2)
-    results = results_of(3, tmp_path, step_in_process, transport)
+    results = run_processes(3, step_in_process, transport)
     gradients = join_rows([{n: torch.from_numpy(g) for n, g in own.items()} for _, own, *_ in results])
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert results[2][0] == pytest.approx([float(loss) for loss in truth[0]], abs=1e-12)
@@ -293,73 +246,89 @@ def test_a_loss_of_tokens(P, name, recompute):
     assert verified
 
 
-def test_losses_of_tokens_that_cannot_be():
-    with pytest.raises(ValueError, match="label_smoothing and z_loss must be 0"):
-        VocabularyParallelHead(4, 9, token_loss=clipped, z_loss=0.1)
-    with pytest.raises(ValueError, match=r"per_token is \['old'\], must be a list of names for token_loss"):
-        VocabularyParallelHead(4, 9, per_token=["old"])
-    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
-    heads = {
-        r"a dict of \['labels'\], and cross entropy takes labels alone: give .* token_loss=": ({"labels": y}, {}),
-        r"a dict of \['labels', 'new'\], must hold 'labels', and no other names .* per_token=\('old',\)": (
-            {"labels": y, "new": y},
-            {"token_loss": clipped, "per_token": ["old"]},
-        ),
-        r"'old' of the target must have a value for each label, \(1, 3\)": (
-            {"labels": y, "old": y[:, 0]},
-            {"token_loss": clipped, "per_token": ["old"]},
-        ),
-        r"must return one value per token, \(1, 3\), got \(\)": (y, {"token_loss": lambda given, _: given.sum()}),
-        "returned values that do not require grad": (y, {"token_loss": lambda given, _: given.detach()}),
-    }
-    for message, (target, options) in heads.items():
-        with pytest.raises(ValueError, match=message):
-            engine_with(VocabularyParallelHead(4, 9, **options)).step(x, target=target)
-
-
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-def test_heads_that_cannot_be():
-    with pytest.raises(ValueError, match=r"a vocabulary of 3 rows of 8 has none for each of 4 ranks"):
-        VocabularyParallelHead(8, 3, rank=0, num_ranks=4)
-    with pytest.raises(ValueError, match=r"rank is 4, must be in 0\.\.3"):
-        VocabularyParallelHead(8, 30, rank=4, num_ranks=4)
-    with pytest.raises(ValueError, match=r"label_smoothing is 2, must be in 0\.\.1"):
-        VocabularyParallelHead(8, 30, label_smoothing=2)
-    with pytest.raises(ValueError, match="z_loss is -1, must be at least 0"):
-        VocabularyParallelHead(8, 30, z_loss=-1)
-    head = VocabularyParallelHead(8, 30, rank=1, num_ranks=4)
-    assert (head.rows, head.linear.out_features) == (slice(8, 16), 8)
-    with pytest.raises(
-        RuntimeError, match="a shard of the vocabulary has no loss of its own: give it to PipelineEngine"
-    ):
-        head(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"the weight is \(29, 8\), must be \(30, 8\)"):
-        head.load_whole(torch.zeros(29, 8))
+def alone(stage=None, x=None, y=None, num_microbatches=1, **options):
+    """One rank's engine, and its step where inputs or targets are given."""
+    stage = nn.Linear(4, 4) if stage is None else stage
+    engine = PipelineEngine(stage, num_microbatches=num_microbatches, group=LoopbackGroup(1)[0], **options)
+    return engine if y is None else engine.step(x, target=y)
 
 
-def engine_with(loss_fn, schedule="seq1f1b"):
-    group = LoopbackGroup(1)[0]
-    return PipelineEngine(nn.Linear(4, 4), schedule=schedule, num_microbatches=2, loss_fn=loss_fn, group=group)
+def spread(x, **options):
+    """A step over a spread embedding."""
+    embedding, loss_fn = VocabularyParallelEmbedding(9, 4), lambda y, target: y.square().mean()
+    return alone(x=x, y=torch.tensor([[1, 2, 9]]), embedding=embedding, loss_fn=loss_fn, **options)
 
 
-def test_engines_that_cannot_be():
-    with pytest.raises(ValueError, match=r"holds shard 1 of 2, on rank 0 of 1 .*: make it with rank=0, num_ranks=1"):
-        engine_with(VocabularyParallelHead(4, 9, rank=1, num_ranks=2))
-    spread = Schedule.from_text("F0.0 F1.0 S0.0 S1.0 T0.0 T1.0 B0.0 B1.0")
-    with pytest.raises(ValueError, match=r"the order spreads the vocabulary .*: give loss_fn=VocabularyParallelHead"):
-        engine_with(cross_entropy, spread)
-    engine = engine_with(VocabularyParallelHead(5, 9))
-    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"must return the hidden state, \(\.\.\., 5\), .*; it returned \(1, 3, 4\)"):
-        engine.step(x, target=y)
-    engine = engine_with(VocabularyParallelHead(4, 9))
-    with pytest.raises(ValueError, match=r"the target is \(1, 2\), must be whole numbers of the shape \(1, 3\)"):
-        engine.step(x, target=y[:, :2])
+def head(target, num_words=9, hidden=4, **options):
+    """A step whose head is spread."""
+    return alone(x=torch.zeros(1, 3, 4), y=target, loss_fn=VocabularyParallelHead(hidden, num_words, **options))
 
 
-def make_differing(rank, pipe, options):
+LABELS = torch.zeros(1, 3, dtype=torch.long)
+OLD = {"token_loss": clipped, "per_token": ["old"]}
+CANNOT = [
+    (lambda: VocabularyParallelHead(8, 3, rank=0, num_ranks=4), "a vocabulary of 3 rows of 8 has none for each of 4"),
+    (lambda: VocabularyParallelHead(8, 30, rank=4, num_ranks=4), r"rank is 4, must be in 0\.\.3"),
+    (lambda: VocabularyParallelHead(8, 30, label_smoothing=2), r"label_smoothing is 2, must be in 0\.\.1"),
+    (lambda: VocabularyParallelHead(8, 30, z_loss=-1), "z_loss is -1, must be at least 0"),
+    (lambda: VocabularyParallelHead(4, 9, token_loss=clipped, z_loss=0.1), "label_smoothing and z_loss must be 0"),
+    (
+        lambda: VocabularyParallelHead(4, 9, per_token=["old"]),
+        r"per_token is \['old'\], must be a list of names for token_loss",
+    ),
+    (lambda: VocabularyParallelHead(8, 30).load_whole(torch.zeros(29, 8)), r"weight is \(29, 8\), must be \(30, 8\)"),
+    (
+        lambda: head(LABELS, rank=1, num_ranks=2),
+        r"holds shard 1 of 2, on rank 0 of 1 .*: make it with rank=0, num_ranks=1",
+    ),
+    (
+        lambda: alone(schedule=Schedule.from_text("F0.0 S0.0 T0.0 B0.0"), loss_fn=cross_entropy),
+        r"the order spreads the vocabulary .*: give loss_fn=VocabularyParallelHead",
+    ),
+    (
+        lambda: alone(schedule=Schedule.from_text("E0.0 F0.0 B0.0 G0.0")),
+        "the order spreads the vocabulary over the ranks: give embedding=Vocabulary",
+    ),
+    (lambda: head(LABELS, hidden=5), r"must return the hidden state, \(\.\.\., 5\), .*; it returned \(1, 3, 4\)"),
+    (lambda: head(LABELS[:, :2]), r"the target is \(1, 2\), must be whole numbers of the shape \(1, 3\)"),
+    (
+        lambda: head({"labels": LABELS}),
+        r"a dict of \['labels'\], and cross entropy takes labels alone: give .* token_loss=",
+    ),
+    (
+        lambda: head({"labels": LABELS, "new": LABELS}, **OLD),
+        r"a dict of \['labels', 'new'\], must hold 'labels', and no other names .* per_token=\('old',\)",
+    ),
+    (
+        lambda: head({"labels": LABELS, "old": LABELS[:, 0]}, **OLD),
+        r"'old' of the target must have a value for each label, \(1, 3\)",
+    ),
+    (lambda: head(LABELS, token_loss=lambda x, _: x.sum()), r"must return one value per token, \(1, 3\), got \(\)"),
+    (lambda: head(LABELS, token_loss=lambda x, _: x.detach()), "returned values that do not require grad"),
+    (lambda: spread(torch.tensor([[1, 2, 9]])), r"inputs hold 9, must be in 0\.\.8"),
+    (lambda: spread(torch.zeros(1, 3)), "inputs must be one tensor of token numbers"),
+    (lambda: spread(None), "inputs are needed on every rank: the embedding is spread"),
+    (lambda: alone(embedding=nn.Embedding(4, 4)), "embedding must be a VocabularyParallelEmbedding, got Embedding"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), CANNOT)
+def test_what_cannot_be(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
+
+
+def test_a_shard_has_its_rows_and_no_loss_of_its_own():
+    shard = VocabularyParallelHead(8, 30, rank=1, num_ranks=4)
+    assert (shard.rows, shard.linear.out_features) == (slice(8, 16), 8)
+    with pytest.raises(RuntimeError, match="a shard of the vocabulary has no loss of its own: give it to Pipeline"):
+        shard(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))
+
+
+def make_differing(rank, world, options):
     head = VocabularyParallelHead(4, 9, **options[rank]) if options[rank] is not None else cross_entropy
     try:
         PipelineEngine(nn.Linear(4, 4), num_microbatches=1, loss_fn=head)
@@ -375,8 +344,8 @@ def make_differing(rank, pipe, options):
         (({}, None), "no VocabularyParallelHead on rank 1"),
     ],
 )
-def test_ranks_that_differ(tmp_path, options, shown):
-    for message in results_of(2, tmp_path, make_differing, options):
+def test_ranks_that_differ(options, shown):
+    for message in run_processes(2, make_differing, options):
         assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
 
 

@@ -32,11 +32,6 @@ def output_of(tool: str, *arguments: str) -> str:
     return subprocess.run([tool, *arguments, _C.__file__], capture_output=True, text=True, check=True).stdout
 
 
-def test_import_leaves_torch_alone() -> None:
-    code = "import sys, seq1f1b; seq1f1b.partition_sequence(8, 2, strategy='even'); print('torch' in sys.modules)"
-    assert run_python(code) == "False"
-
-
 def test_neither_import_nor_a_step_asks_the_network() -> None:
     """A run over several hosts without a way out is in tests/transport/test_machines.py."""
     code = """

@@ -32,12 +32,12 @@ context.set_forkserver_preload(PRELOADED)
 AT_ONCE = 10.0
 
 
-def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _enter(rank: int, world: int, store_path: str, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
     try:
-        fn(rank, world, *arguments)
+        return fn(rank, world, *arguments)
     finally:
         dist.destroy_process_group()
 
@@ -48,14 +48,13 @@ def start_processes(world: int, fn: Callable[..., None], *arguments: Any) -> mp.
 
 
 def _live(pipe: Connection) -> None:
-    """Does what it is told, one function after another, and says how each has ended: with an error's text, or ""."""
+    """Does what it is told, one function after another; sends an error text, or "", and what each has returned."""
     while True:
         rank, world, store, fn, arguments = pipe.recv()
         try:
-            _enter(rank, world, store, fn, arguments)
-            pipe.send("")
+            pipe.send(("", _enter(rank, world, store, fn, arguments)))
         except BaseException:
-            pipe.send(traceback.format_exc())
+            pipe.send((traceback.format_exc(), None))
 
 
 class LivingRanks:
@@ -65,7 +64,7 @@ class LivingRanks:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
 
-    def run(self, world: int, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def run(self, world: int, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         while len(self.pipes) < world:
             ours, theirs = context.Pipe()
             self.processes.append(context.Process(target=_live, args=(theirs,), daemon=True))
@@ -74,17 +73,19 @@ class LivingRanks:
             self.pipes.append(ours)
         with tempfile.TemporaryDirectory() as folder:
             busy: list[Any] = self.pipes[:world]
+            results: list[Any] = [None] * world
             for rank, pipe in enumerate(busy):
                 pipe.send((rank, world, f"{folder}/store", fn, arguments))
             try:
                 while busy:
                     for pipe in wait(busy):
                         busy.remove(pipe)
-                        error = pipe.recv()
+                        error, results[self.pipes.index(pipe)] = pipe.recv()
                         assert not error, error
             except BaseException:  # of a rank, EOFError of one that has died, or a time-out of the test
                 self.end()
                 raise
+        return results
 
     def end(self) -> None:
         for process in self.processes:
@@ -97,9 +98,12 @@ class LivingRanks:
 LIVING = LivingRanks()
 
 
-def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
-    """Calls ``fn(rank, world, *arguments)`` in living processes with a gloo group; the first failure is raised."""
-    LIVING.run(world, fn, arguments)
+def run_processes(world: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Calls ``fn(rank, world, *arguments)`` in living processes with a gloo group; returns the results by rank.
+
+    The first failure is raised.
+    """
+    return LIVING.run(world, fn, arguments)
 
 
 def run_fresh_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
