@@ -3,18 +3,21 @@
 import pytest
 import slices
 
-# Suites that start many processes, compile, drive a browser or wait for limits: `.ci/run slow` runs them, plain pytest
-# does not. A row is a file, or one test of a file.
+# Suites that start many processes, compile, inject faults, drive a browser or wait for limits: `.ci/run slow` runs
+# them, plain pytest does not. A row is a file, or one test of a file.
 SLOW = (
     *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py::test_page"),
     *("transport/test_restarts.py", "front/test_benchmarks.py", "transport/test_machines.py"),
     *("engine/test_engine_compile.py", "front/test_gpu_benchmark.py", "view/test_explorer.py", "view/test_page.py"),
-    *("transport/test_launch.py", "engine/test_exit.py"),
-    "engine/test_tier.py::test_killed_at_any_moment_nothing_is_left",
+    *("transport/test_launch.py", "engine/test_exit.py", "device/test_edge_proof.py", "device/test_memory_cap.py"),
+    "fuzz/test_fuzz_corpus.py::test_inputs_of_the_targets_in_c",
+    "faults/test_faults.py::test_faults",
+    "engine/test_offload.py::test_killed_at_any_moment_nothing_is_left",
     "attention/test_ulysses.py::test_a_compiled_stage_of_two_ranks",
     "attention/test_ulysses.py::test_a_rank_lost_before_its_all_to_all_ends_the_step_on_the_others",
     "attention/test_packing.py::test_compiled_stages_need_no_graph_per_segment_or_packing",
     "attention/test_ops.py::test_every_option_compiles",
+    "checks/test_verify.py::test_compiled_code_runs_as_it_was_written",
     "engine/test_tensor_parallel.py::test_each_length_is_compiled_once",
     "engine/test_offload.py::test_compiled_blocks",
     "engine/test_recompute.py::test_dropout_in_compiled_code",
