@@ -133,9 +133,9 @@ def causal_attention(
 
 
 def _in_segments() -> bool:
-    """Returns whether the running unit is a segment of a step. Notes the call for a check of the unit's stage."""
+    """Returns whether the running unit is a segment of a step. Notes the call for the stage's first look."""
     unit = _C.unit_state()
-    if unit is None:
+    if unit is None:  # on another thread than the unit's, as in a backward
         return _C.in_step()
     if unit.watch is not None:
         unit.watch.noted.add("attends")

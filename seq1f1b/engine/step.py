@@ -28,7 +28,7 @@ from seq1f1b.engine.weighting import Weighting, combine, divide
 
 __all__: list[str] = []
 
-_OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # autocast is for forwards: a backward runs in the dtypes of its forward
+_OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # passes of unit.py; a backward runs in the dtypes of its forward
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Step:
         self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     def surround(self, around: ExitStack) -> None:
-        """Enters the features' contexts around all units, :meth:`Part.in_step`, once the units are known.
+        """Enters the features' contexts around all units, :meth:`Feature.in_step`, once the units are known.
 
         Args:
             around: the stack of contexts, left after the last unit.
@@ -226,7 +226,7 @@ class Step:
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
-        """Ends the step of stages and shards, after the last unit or an error; ``Sink.end`` ends the F of a unit."""
+        """Ends the step of stages and shards, after the last unit or an error."""
         for each in (*self._stage_steps.values(), self._head, self._embedding):
             if each is not None:
                 each.end()
