@@ -13,7 +13,6 @@ __all__: list[str] = []
 _PLACES = {
     "attention": "device.cuda_attention:register",
     "edges": "device.edges:DeviceEdges",
-    "equal parameters": "checks.equal_parameters",
     "first look": "checks.first_look:FirstLook",
     "host tier": "device.host_tier:HostTier",
     "kernels": "device.kernel_library",
