@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
-from seq1f1b.engine.documents import read_documents
 from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
 from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.loss import ToLoss
@@ -139,8 +138,6 @@ class Step:
             self._embedding.take(batch.inputs, batch.read)
         if self._head is not None and batch.targets is not None:
             self._head.check(batch.target, batch.read)
-        if batch.kwargs and "doc_ids" in batch.kwargs[0] and batch.arguments.trees is None:  # along chains
-            read_documents(batch.kwargs, batch.rows)
         weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
             self._stage_steps[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
