@@ -351,7 +351,7 @@ class _Search:
             is_whole=is_quick,
         )
         try:
-            tried = [orders.made_for(self._memory)]
+            tried = [orders.within_cap()]
             if "cap_bytes" in tried[0].options and self._remedies:  # the cap has cost time: remedies may cost less
                 tried.append(orders.with_remedies())
             for each in tried:
