@@ -180,8 +180,6 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
-    if "offload" in remedies and where.tier_of(hardware.device_type) is None:
-        raise ValueError(f"units cannot move: the engine has no tier on {hardware.device_type}")
     if "offload" in remedies and not hardware.tier_bandwidth:
         raise ValueError(
             f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
