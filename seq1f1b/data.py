@@ -68,10 +68,10 @@ class DocumentBatches(Sampler[PlannedStep]):
             training threads; steps may be asked for ahead.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
-        ValueError: a document is empty, or so long that a step of one document per replica exceeds ``tokens_per_step``:
-            the error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
-            range. While iterating: ``plan_step`` refuses an argument, the last step has fewer documents than replicas,
-            or an epoch has no step.
+        TypeError, ValueError: a document is no whole number, is empty, or is so long that a step of one document per
+            replica exceeds ``tokens_per_step``: the error names the document and the least ``tokens_per_step``; there
+            are no documents; a number is out of range. While iterating: ``plan_step`` refuses an argument, the last
+            step has fewer documents than replicas, or an epoch has no step.
 
     Attributes:
         cost: costs for planning the next steps: the given costs, or costs of the engine's units once measured.
