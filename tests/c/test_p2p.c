@@ -17,6 +17,13 @@ enum { MAX_RANKS = 3, ARENA_BYTES = 64 << 20 };
 static const int64_t SECOND = 1000000000;
 static const char EDGE[] = "activations of stage 0 to 1";
 
+static int64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * SECOND + time.tv_nsec;
+}
+
 static void sleep_ms(int ms)
 {
     nanosleep(&(struct timespec){.tv_nsec = ms * 1000000L}, NULL);
@@ -265,6 +272,66 @@ static void test_failing_allocations(void)
 }
 
 /* -- waits end --------------------------------------------------------------------------------------------------- */
+
+static atomic_int stop_progress;
+
+static void *keep_progressing(void *group)
+{
+    while (!atomic_load(&stop_progress)) {
+        s1f_group_progress(group, "F0.0");
+        sleep_ms(10);
+    }
+    return NULL;
+}
+
+static void *stop_later(void *unused)
+{
+    (void)unused;
+    for (int i = 0; i < 10; i++)
+        sleep_ms(50);
+    atomic_store(&stop_progress, 1);
+    return NULL;
+}
+
+static void *wait_for_first(void *end)
+{
+    const s1f_message *message;
+    const void *payload;
+    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message, &payload), S1F_OK, "");
+    return NULL;
+}
+
+/* Rank 2 waits for rank 1, which waits for rank 0, which works: nobody is stuck. Once rank 0 is, it is named. */
+static void test_chain_of_waits(void)
+{
+    pipeline p = make_pipeline(3);
+    pthread_t working, waiting;
+    begin(&p, 1, 1);
+    s1f_group_set_limits(p.groups[2], SECOND / 5, 0);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    pthread_create(&working, NULL, keep_progressing, p.groups[0]);
+    pthread_create(&waiting, NULL, wait_for_first, p.receiver);
+    s1f_signal never = {0};
+    s1f_wait_reason reason = {.peer_rank = 1,
+                              .hangup_fd = -1,
+                              .purpose = "waiting for",
+                              .edge = "activations of stage 1 to 2",
+                              .sequence = 3};
+    int64_t start = now_ns();
+    sleep_ms(50);
+    /* Rank 0 falls silent after 0.5 s; counted from the wait alone, the error would come after 0.2 s. */
+    pthread_t stopper;
+    pthread_create(&stopper, NULL, stop_later, NULL);
+    CHECK_STATUS(s1f_group_wait(p.groups[2], &never, 1, &reason), S1F_ERR_TIMEOUT, "rank 0 has been in F0.0 for 0.");
+    CHECK(strstr(s1f_last_error(), "activations of stage 1 to 2, message 3") != NULL);
+    CHECK(now_ns() - start > SECOND / 2);
+    pthread_join(stopper, NULL);
+    pthread_join(working, NULL);
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 1, 1), S1F_OK, "");
+    pthread_join(waiting, NULL);
+    free_pipeline(&p);
+}
 
 /* A failure ends its step and those after it. A rank that is still in the step before goes on. */
 static void test_failure_of_a_later_step(void)
@@ -538,6 +605,7 @@ int main(void)
     test_poison();
     test_mistakes();
     test_failing_allocations();
+    test_chain_of_waits();
     test_failure_of_a_later_step();
     test_gather_of_a_step_that_another_has_left();
     meet_a_rank_that_has_left(1);
