@@ -64,25 +64,22 @@ class Family:
     ) -> tuple[Any, ...]:
         """Returns the core's arguments: counts, options in the core's order, segments and parents of micro-batches."""
         num_ranks, num_microbatches, segments, stages_per_rank = counts
-        of_all = None if parents is None else _parents_of_all(num_microbatches, segments, parents)
-        rows: array[int] | None = None
-        if of_all is not None and not hasattr(segments, "__len__"):
-            segments = [segments] * num_microbatches
+        rows = of_all = None
+        if parents is not None:
+            segments = segments if hasattr(segments, "__len__") else [segments] * num_microbatches
+            of_all = _parents_of_all(num_microbatches, segments, parents)
         if hasattr(segments, "__len__"):
-            rows, most = numbers("num_segments", "i", segments), max(segments, default=0)
+            rows, segments = numbers("num_segments", "i", segments), max(segments, default=0)
             if len(rows) != num_microbatches:
-                raise ValueError(
-                    f"num_segments holds {len(rows)} values, must be one number or one for each of {num_microbatches} "
-                    "micro-batches"
-                )
-            segments = most
+                rule = f"one number or one for each of {num_microbatches} micro-batches"
+                raise ValueError(f"num_segments holds {len(rows)} values, must be {rule}")
         for name in options:
             if name not in self.options:
                 raise ValueError(f"{self.name} takes no option '{name}'; it takes {', '.join(self.options) or 'none'}")
-        names = ("num_ranks", "num_microbatches", "num_segments", "stages_per_rank")
-        for name, value in zip(names, (num_ranks, num_microbatches, segments, stages_per_rank), strict=True):
-            if not (isinstance(value, int) and 1 <= value <= MOST):
-                whole(name, value, 1, MOST)
+        whole("num_ranks", num_ranks, 1, MOST)
+        whole("num_microbatches", num_microbatches, 1, MOST)
+        whole("num_segments", segments, 1, MOST)
+        whole("stages_per_rank", stages_per_rank, 1, MOST)
         form = Counts(num_ranks, num_ranks * stages_per_rank, segments, rows)
         read = tuple(
             _option(form, options[row[0]], *row) if row[0] in options else _LEFT_OUT[row[0]]
@@ -132,10 +129,9 @@ def schedules() -> tuple[str, ...]:
     return tuple(family.name for family in families())
 
 
-def _parents_of_all(num_microbatches: int, segments: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
+def _parents_of_all(num_microbatches: int, rows: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
     if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
         raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
-    rows = list(segments) if hasattr(segments, "__len__") else [segments] * num_microbatches
     if len(parents) != num_microbatches:
         raise ValueError(
             f"parents hold {len(parents)} lists, must hold one for each of {num_microbatches} micro-batches"

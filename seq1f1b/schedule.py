@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
+from operator import add
 from types import EllipsisType
 from typing import Any
 
@@ -22,10 +23,9 @@ from seq1f1b.simulation import (
     PeakMemory,
     Simulation,
     StepMemory,
-    costs_of_options,
-    kinds_that_fit,
     memory_of,
     simulated,
+    unit_seconds,
     whole_values,
 )
 from seq1f1b.unit import Timeline, Unit, edges_of
@@ -128,14 +128,12 @@ class Schedule:
         other = self._from_handle(self.handle, like=self)
         other._lowered = self._lowered
         if prefetch is not ...:
-            if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool)):
-                raise TypeError(f"prefetch must be an int or None, got {type(prefetch).__name__}")
-            whole("prefetch", prefetch or 0, 0, MOST)
-            other.prefetch, other._lowered = prefetch, self._lowered if prefetch == self.prefetch else None
+            other.prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, MOST)
+            other._lowered = self._lowered if prefetch == self.prefetch else None
         if costs is not None:
             if other.prefetch is not None:
                 raise ValueError(
-                    f"costs count places where prefetch is None, and prefetch is {other.prefetch}: give one of the two"
+                    f"costs count places where prefetch is None, not {other.prefetch}: give one of the two"
                 )
             other._times, other._lowered = self._seconds_of(costs), None
         if weights is not None:
@@ -293,7 +291,15 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: the order recomputes or moves units already, ``by`` is unknown, or a number is out of range.
         """
-        return self._with_kinds(kinds_that_fit(self, memory, room, by, costs, tier_room))
+        if not by or not set(by) <= {"recompute", "offload"}:
+            raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
+        rooms, most = whole_values(self, "room", _C.PER_RANK, room), None
+        if tier_room is not None:
+            most = whole_values(self, "tier_room", _C.PER_RANK, tier_room)
+        held, tier = held_bytes(self, memory, costs.links), flat(self, "tier", _C.PER_CELL, costs.tier)
+        start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
+        ways = "recompute" in by, "offload" in by
+        return self._with_kinds(_C.program_fit(self._lower(), held, rooms, tier, start, most, *ways))
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         order = self
@@ -483,7 +489,7 @@ class Schedule:
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """Returns bytes [rank][i][holding]: a pair, taken at the start of unit i and freed at its end."""
-        found = _C.program_changes(self._lower(), held_bytes(self, memory, None)).cast("B")
+        found = _C.program_changes(self._lower(), held_bytes(self, memory, Links())).cast("B")
         rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
@@ -509,6 +515,15 @@ def _from_pickle(
     order = cls.from_text(text)
     order.prefetch, order._times, order.fills = prefetch, times, fills
     return order
+
+
+def _times_of_options(order: Schedule, options: Mapping[str, Any]) -> array[float]:
+    """Returns the seconds by which places are counted: those of the options, or 1 for F, I and W, and 0 for others."""
+    forward, inputs, weight = (flat(order, "costs", _C.PER_CELL, each) for each in options.get("costs", (1, 1, 1)))
+    known = {"forward": forward, "backward": array("d", map(add, inputs, weight)), "input": inputs, "weight": weight}
+    nothing = array("d", bytes(8 * len(forward)))
+    tables = (forward if name == "recompute" else known.get(name, nothing) for name in _C.PASS_NAMES)
+    return sum(tables, array("d")) + flat(order, "transfer", _C.PER_PAIR, options.get("transfer", 0.0))
 
 
 def check_units(name: str, units: object) -> None:
@@ -578,7 +593,7 @@ def build_schedule(
     [family] = (family for family in families() if family.name == name)
     schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
-        schedule = schedule.replace(costs=costs_of_options(options))
+        schedule._times = _times_of_options(schedule, options)
     schedule = schedule.replace(prefetch=prefetch, weights=weights)
     schedule = schedule if recompute == "none" else schedule.recompute(recompute)
     return schedule if offload_units == "none" else schedule.offload(offload_units)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -111,7 +111,6 @@ class StepMemory:
         inputs: bytes kept for R by a recomputed unit beyond the receive place; held from F to the end of B or I.
         staying: bytes of every unit, held from F to the end of B or I, even if activations are recomputed or moved: an
             input from a stage of the same rank, the gradient of a loss within F. Counts with ``inputs`` in peaks.
-        forward_work, backward_work: temporary bytes of a running F or R, and of a running B or I, per unit.
         weights: weights and their gradients, per stage; held throughout.
         optimizer: state of the optimizer, per stage; held throughout.
         logits: logits of one unit of the last stage, and temporary bytes of the loss; held throughout.
@@ -130,8 +129,6 @@ class StepMemory:
     shard_logits: int | Sequence[int] = 0
     kv_rows: int | Sequence[Sequence[int]] = 0
     staying: int | Sequence[Sequence[int]] = 0
-    forward_work: int | Sequence[Sequence[int]] = 0
-    backward_work: int | Sequence[Sequence[int]] = 0
     kv_gradient_rows: int | Sequence[Sequence[int]] = 0
 
 
@@ -155,8 +152,6 @@ class PeakMemory:
     total: tuple[int, ...]
     inputs: tuple[int, ...]
     shard_logits: tuple[int, ...]
-    forward_work: tuple[int, ...]
-    backward_work: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -223,12 +218,10 @@ def simulated(
     progress: Callable[[int], object] | None,
 ) -> Simulation:
     """Runs an order in the core, with arguments and errors of :meth:`seq1f1b.Schedule.simulate`."""
-    if not 1 <= steps <= MOST:
-        whole("steps", steps, 1, MOST)
+    whole("steps", steps, 1, MOST)
     if steps > 1 and optimizer_sync is None:
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    if not 0 <= noise.seed < 2**64:
-        whole("seed", noise.seed, 0, 2**64 - 1)
+    whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
     tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
     [send] = numbers("send", "d", [links.send])
@@ -278,22 +271,6 @@ def simulated(
     )
 
 
-def kinds_that_fit(
-    schedule: Schedule, memory: StepMemory, room: Any, by: Sequence[str], costs: Costs, tier_room: Any
-) -> bytes:
-    """Returns a byte for each cell: 0 for a kept unit, 1 recomputed, 2 moved. Takes arguments and raises errors of
-    :meth:`seq1f1b.Schedule.fit`."""
-    if not by or not set(by) <= {"recompute", "offload"}:
-        raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-    rooms = whole_values(schedule, "room", _C.PER_RANK, room)
-    tier = flat(schedule, "tier", _C.PER_CELL, costs.tier)
-    start = unit_seconds(schedule, schedule.simulate(costs).start) if len(set(by)) == 2 else None
-    held = held_bytes(schedule, memory, costs.links)
-    most = None if tier_room is None else whole_values(schedule, "tier_room", _C.PER_RANK, tier_room)
-    ways = "recompute" in by, "offload" in by
-    return _C.program_fit(schedule._lower(), held, rooms, tier, start, most, *ways)
-
-
 def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
     """Returns the seconds of every unit, rank after rank."""
     counts = schedule._num_units
@@ -339,28 +316,6 @@ def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[i
     if min(values) < 0:
         raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
     return values
-
-
-def costs_of_options(options: Mapping[str, Any]) -> Costs:
-    """Returns the costs in the options of :func:`seq1f1b.build_schedule`; 1 for F, I and W without options."""
-    forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
-    return Costs(
-        forward,
-        _sum(inputs, weight),
-        weight,
-        inputs,
-        statistics=0.0,
-        loss=0.0,
-        links=Links(latency=options.get("transfer", 0.0)),
-    )
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if hasattr(a, "dtype"):  # arrays
-        return a + b
-    if not hasattr(a, "__len__"):
-        return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
-    return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
 
 
 def _ignore(num_run: int) -> None:
