@@ -30,15 +30,15 @@ def unit_seconds(report: Report) -> dict[Unit, float]:
     return {unit: seconds + own for unit, seconds in units.items()}
 
 
-def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
-    """Returns a ``Fit`` for each pass of each stage, from measured units: pass, stage, span and seconds.
+def terms_of(measured: Iterable[tuple[str, int, float, float, float]]) -> Terms:
+    """Returns a ``Fit`` for each pass of each stage, from measured units: pass, stage, tokens, pairs and seconds.
 
     A unit of n tokens and p pairs of query and key takes a + b n + c p seconds: a for launches and other fixed work, b
     for products with weights, c for attention. No term is negative.
     """
-    samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
-    for kind, stage, span, seconds in measured:
-        samples[kind, stage].append((span.tokens, span.pairs, seconds))
+    samples: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for kind, stage, tokens, pairs, seconds in measured:
+        samples[kind, stage].append((tokens, pairs, seconds))
     return {key: fit_seconds(each) for key, each in samples.items()}
 
 
@@ -53,7 +53,6 @@ class MeasuredUnits:
     Attributes:
         splits: whether I and W were measured.
         balance: position in the sequence at which attention takes as long as a token's other work.
-        fixed: seconds of F and B of a unit at any length (the floors), the mean of all stages.
     """
 
     def __init__(self, terms: Terms, like: Any = None) -> None:
@@ -70,7 +69,6 @@ class MeasuredUnits:
         whole = [fits[name] for fits in self._stages for name in ("forward", "backward") if name in fits]
         attention = sum(fit.per_pair for fit in whole)
         self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
-        self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
 
     def seconds(self, span: Span) -> Any:
         """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""

@@ -195,7 +195,7 @@ class PackedRow(NamedTuple):
     parents: tuple[int, ...] | None = None
     parts: tuple[tuple[int, ...], ...] | None = None
 
-    def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
+    def spans_in(self, windows: Sequence[int] = ()) -> Span:
         """Returns the spans of the segments, for layers with the given windows."""
         documents = self.documents if self.parents is None else None
         return spans_of(self.sizes, documents, windows, self.parents, self.parts)
@@ -271,12 +271,8 @@ class Price:
     def _tables(self) -> CostTables:
         """Costs of all units."""
         cost, windows = self.cost, self.cost.parts.windows
-        if self._is_alike:
-            bounds = list(itertools.accumulate(self.sizes, initial=0))
-            found = cost_tables(cost.parts, spans_between(self.rows[0].documents, bounds, windows), cost.source)
-        else:
-            spans = arrays_of([span for row in self.rows for span in row.spans_in(windows)])
-            found = cost_tables(cost.parts, spans, cost.source)
+        spans = arrays_of([row.spans_in(windows) for row in self.rows])
+        found = cost_tables(cost.parts, spans, cost.source)
         if cost.layout.copies_prefix:  # the last copy has all keys
             found.saved[:, -1] += whole_bytes(cost.parts.cached(cost.seq_len)[0])
         return found
