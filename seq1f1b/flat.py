@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat, SupportsIndex
 
@@ -24,7 +24,9 @@ __all__ = [
     "numbers",
     "pass_seconds",
     "seconds_per_byte",
+    "unit_seconds",
     "whole",
+    "whole_values",
 ]
 
 
@@ -76,6 +78,8 @@ def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
 
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     """Returns a whole number from ``least`` to ``most``, or raises; a bool is no number."""
+    if type(value) is int and least <= value <= most:  # quickly, for the usual case
+        return value
     if not isinstance(value, SupportsIndex) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     number = index(value)
@@ -102,13 +106,14 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
         ValueError, TypeError: a sequence has a wrong length, or a value is no number; names the table and the place.
     """
     k, S, rows = order.num_segments, order.num_stages, order.rows
-    columns: list[Any] = [k] if rows is None else [len(rows), tuple(rows)]
     cells = k if rows is None else sum(rows)
+    if not hasattr(given, "__len__"):
+        counts = {_C.PER_CELL: S * cells, _C.PER_SEGMENT: cells, _C.PER_PAIR: S - 1, _C.PER_STAGE: S}
+        return numbers(name, code, [given]) * counts.get(per, order.num_ranks)
+    columns: list[Any] = [k] if rows is None else [len(rows), tuple(rows)]
     forms = {_C.PER_RANK: [order.num_ranks], _C.PER_STAGE: [S], _C.PER_PAIR: [S - 1], _C.PER_CELL: [S, *columns]}
     lengths: list[Any] = forms.get(per, columns)
     shape = {_C.PER_SEGMENT: (cells,), _C.PER_CELL: (S, cells)}.get(per, tuple(lengths))
-    if not hasattr(given, "__len__"):
-        return numbers(name, code, [given]) * math.prod(shape)
     if hasattr(given, "dtype") and given.dtype == code and given.shape == shape:
         return array(code, given.tobytes())
 
@@ -128,10 +133,12 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Returns the seconds of every pass, [pass][stage][segment], with defaults for None."""
     seconds, given = array("d"), 0
+    nothing = flat(order, "nothing", _C.PER_CELL, 0.0)
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # a pass without a field in Costs costs nothing
         given |= (table is not None) << number
-        seconds += flat(order, name, _C.PER_CELL, 0.0 if table is None else table)
+        is_nothing = table is None or (table.__class__ is float and table == 0)
+        seconds += nothing if is_nothing else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
     return seconds
 
@@ -165,3 +172,22 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> tuple[array
     names = ("message_bytes", "statistics_bytes")
     messages = [table(name, _C.PER_SEGMENT, getattr(links, name)) for name in names]
     return *(each if each is not None and any(each) else None for each in tables), *messages
+
+
+def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
+    """Returns bytes or tokens of each rank, stage or segment; raises for numbers below 0."""
+    values = flat(schedule, name, per, given, "q")
+    if min(values) < 0:
+        raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
+    return values
+
+
+def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
+    """Returns the seconds of every unit, rank after rank."""
+    counts = schedule._num_units
+    if len(rows) != len(counts):
+        raise ValueError(f"durations hold {len(rows)} ranks, the schedule has {len(counts)}")
+    for count, row in zip(counts, rows, strict=True):
+        if len(row) != count:
+            raise ValueError(f"durations of one rank holds {len(row)} values, must hold {count}")
+    return numbers("durations", "d", chain.from_iterable(rows))
