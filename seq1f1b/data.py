@@ -20,7 +20,7 @@ from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
 from seq1f1b.report.report import PipelineReport
 from seq1f1b.seconds import Fit
-from seq1f1b.unit_times import terms_of, unit_seconds
+from seq1f1b.unit_times import terms_of
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
@@ -227,7 +227,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         del self._ahead[: self._ahead.index(plan) + 1]
         spans = [row.spans_in() for row in plan.costs.rows]
         for rank in report.ranks if self._looks > 0 else ():
-            for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
+            for (kind, stage, microbatch, segment), seconds in rank._shared_seconds.items():
                 tokens, pairs, *_ = spans[microbatch]
                 self._measured.append((kind, stage, float(tokens[segment]), float(pairs[segment]), seconds))
         self._looks += 1

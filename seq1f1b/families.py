@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from seq1f1b import _C
 from seq1f1b.files import nearest_name
 from seq1f1b.flat import MOST, Counts, flat, numbers, whole
+from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
-    from seq1f1b.unit import Unit
 
 __all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "schedules"]
 

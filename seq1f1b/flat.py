@@ -117,17 +117,19 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     if hasattr(given, "dtype") and given.dtype == code and given.shape == shape:
         return array(code, given.tobytes())
 
-    def values_of(items: Any, level: int, place: str, number: int) -> list[Any]:
-        wanted = lengths[level] if isinstance(lengths[level], int) else lengths[level][number]
-        if getattr(items, "__len__", int)() != wanted:
-            holds = f"holds {len(items)}" if hasattr(items, "__len__") else "is a number"
-            form = f"{' x '.join(map(str, lengths))} values, one of each {_PLACES[per]}"
-            raise ValueError(f"{name} must be a number or hold {form}: {place or 'it'} {holds}")
-        if level == len(lengths) - 1:
-            return list(items)
-        return [value for i, item in enumerate(items) for value in values_of(item, level + 1, f"{place}[{i}]", i)]
-
-    return numbers(name, code, values_of(given, 0, "", 0))
+    found: list[Any] = [given]
+    for level, wanted in enumerate(lengths):
+        right = wanted * (len(found) // len(wanted)) if isinstance(wanted, tuple) else (wanted,) * len(found)
+        for i, (items, length) in enumerate(zip(found, right, strict=True)):
+            if getattr(items, "__len__", int)() != length:
+                place = ""
+                for count in reversed(lengths[:level]):
+                    i, place = i // count, f"[{i % count}]{place}"
+                holds = f"holds {len(items)}" if hasattr(items, "__len__") else "is a number"
+                form = f"{' x '.join(map(str, lengths))} values, one of each {_PLACES[per]}"
+                raise ValueError(f"{name} must be a number or hold {form}: {place or 'it'} {holds}")
+        found = list(chain.from_iterable(found))
+    return numbers(name, code, found)
 
 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from seq1f1b.seconds import PASSES, Fit, PassSeconds, Span, fit_seconds
-from seq1f1b.unit import Unit
-
-if TYPE_CHECKING:
-    from seq1f1b.report.report import Report
 
 __all__: list[str] = []
 
@@ -21,13 +17,6 @@ Terms: TypeAlias = "dict[tuple[str, int], Fit]"
 
 _SHARDS = {"statistics": "S", "loss": "T", "embed": "E", "embed_gradient": "G"}  # passes of a vocabulary over the ranks
 _ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # only ratios count: passes without measurement follow them
-
-
-def unit_seconds(report: Report) -> dict[Unit, float]:
-    """Returns the seconds of each unit of a rank, with an equal share of the engine's own time."""
-    units = report._unit_seconds
-    own = report._own_seconds / max(1, len(units))
-    return {unit: seconds + own for unit, seconds in units.items()}
 
 
 def terms_of(measured: Iterable[tuple[str, int, float, float, float]]) -> Terms:

@@ -155,6 +155,12 @@ class Report:
         return seconds
 
     @property
+    def _shared_seconds(self) -> dict[Unit, float]:
+        """Seconds of every unit, with an equal share of the engine's own time."""
+        units = self._unit_seconds
+        return {unit: seconds + self._own_seconds / len(units) for unit, seconds in units.items()}
+
+    @property
     def _own_seconds(self) -> float:
         """Seconds of the engine itself: neither in units nor in waits nor in sends."""
         return max(self.seconds - self.busy - self.wait - self.send - self.tier, 0.0)

@@ -25,7 +25,7 @@ from seq1f1b.plan import TunedOrder
 from seq1f1b.report.report import Report
 from seq1f1b.schedule import Costs, build_schedule
 from seq1f1b.seconds import spans_of
-from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
+from seq1f1b.unit_times import MeasuredUnits, terms_of
 
 __all__: list[str] = []
 
@@ -336,7 +336,7 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
 def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
     """Returns seconds of the rank's units by pass, stage and segment, the median of the micro-batches."""
     alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (kind, stage, _, segment), seconds in unit_seconds(report).items():
+    for (kind, stage, _, segment), seconds in report._shared_seconds.items():
         alike[kind, stage, segment].append(seconds)
     return [(*key, median(seconds)) for key, seconds in alike.items()]
 
