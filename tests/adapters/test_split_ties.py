@@ -106,24 +106,6 @@ def test_groups_are_those_of_the_model(way, stages_per_rank):
         torch.testing.assert_close(parameter, want[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_copy_has_the_name_that_it_has_in_the_model():
-    model = make()
-    names = {name for name, _ in model.named_parameters()}
-    stages = seq1f1b.split(model, 2)
-
-    def run(group: Any) -> list[str]:
-        engine = seq1f1b.PipelineEngine(
-            stages[group.rank], num_microbatches=2, num_segments=3, loss_fn=loss_fn, group=group
-        )
-        return [name for name, _ in engine.named_parameters()]
-
-    first, last = run_ranks(2, run)
-    assert {*first, *last} == names
-    shared = {f"{layer}.{name}" for layer in ("a", "b", "blocks.0.1") for name in ("weight", "bias")}
-    assert {*first} & {*last} == {"embedding.weight", *shared}
-    assert len(first) == len({*first}) and len(last) == len({*last})
-
-
 def test_a_copy_has_the_attributes_the_gradient_and_the_dtype_of_its_gradient():
     model = make()
     model.embedding.weight.mask = mask = torch.ones(3)
