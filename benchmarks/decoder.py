@@ -18,6 +18,14 @@ HEAD_DIM = 64
 HeadPart: TypeAlias = "bool | Literal['norm']"
 
 
+def add_adapters(module: nn.Module, rank: int) -> None:
+    """Freezes a module of blocks, and adds peft's adapters to the matrices."""
+    from peft import LoraConfig, inject_adapter_in_model  # here, so that other arms do without peft
+
+    module.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=rank, target_modules=["qkv", "out", "up", "down"]), module)
+
+
 class Block(nn.Module):
     def __init__(self, hidden: int, index: int, attention: str) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ from typing import Any
 import torch.distributed as dist
 from arms import Arm, Case, EngineArm, Spec, check_arm, make_arm, take_rounds, whole_model
 from common import Records, gathered, parser_of, quartiles, show_and_write, spawn, status_bytes
-from decoder import HeadLoss, Stage, cross_entropy
+from decoder import HeadLoss, Stage, add_adapters, cross_entropy
 from pipeline import peaks_of_steps
 from predict import PARTS, Setup, measure_part
 from torch import nn
@@ -96,12 +96,10 @@ class PlannedArm(EngineArm):
         modules: list[nn.Module] = [Stage(i, order.num_stages, head=False, **sizes) for i in own]
         loss_fn = HeadLoss(case.hidden, case.vocab) if has_last else cross_entropy
         if case.lora:
-            from peft import LoraConfig, inject_adapter_in_model  # here, so that other arms do without peft
-
-            for module in [*modules, *[loss_fn] * has_last]:
-                module.requires_grad_(False)
             for module in modules:
-                inject_adapter_in_model(LoraConfig(r=case.lora, target_modules=["qkv", "out", "up", "down"]), module)
+                add_adapters(module, case.lora)
+            for module in [loss_fn] * has_last:
+                module.requires_grad_(False)
         levers: dict[str, Any] = {"units": EveryOther(plan.num_segments)} if arm.moves_half else {}
         if arm.moves_half or "O" in order.kinds:
             levers["offload"] = directory
@@ -155,13 +153,14 @@ class Results(Records):
 
 def measure_profile(rank: int, case: Case, segments: tuple[int, ...], directory: str, path: str) -> None:
     """Profiles the model's parts, in as many processes as there are ranks."""
-    setup, begin = Setup("", case.hidden, case.vocab, case.length, False), time.perf_counter()
+    setup, begin = Setup("", case.hidden, case.vocab, case.length, False, case.lora), time.perf_counter()
     parts: dict[str, Any] = {}
     for part in PARTS:
         parts[part] = gathered(measure_part(setup, part, dist.barrier, segments, repeats=3, offload=directory))
     if rank == 0:
-        settings = {"seq_len": case.length, "threads": 1, "dtype": "float32", "seconds": time.perf_counter() - begin}
-        profile = make_profile(case.shape._replace(layers=1), **parts, **settings)
+        settings: Any = {"seq_len": case.length, "threads": 1, "dtype": "float32", "lora": case.lora}
+        shape, seconds = case.shape._replace(layers=1), time.perf_counter() - begin
+        profile = make_profile(shape, **parts, **settings, seconds=seconds)
         Records(path).add(what="profile", text=profile.to_json())
 
 

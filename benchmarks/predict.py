@@ -40,7 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, agreed, gathered, header, spawn
-from decoder import HEAD_DIM, Block, cross_entropy
+from decoder import HEAD_DIM, Block, add_adapters, cross_entropy
 from sharing import UnitSeconds, replay
 from torch import Tensor, nn
 
@@ -73,6 +73,7 @@ class Setup:
     vocab: int
     seq_len: int
     bf16: bool
+    lora: int = 0  # rank of adapters in the layers
 
     def shape(self, layers: int) -> seq1f1b.ModelShape:
         heads = self.hidden // HEAD_DIM
@@ -200,6 +201,8 @@ def measure_part(
         if part == "head":
             return measure_stage(head_of(setup), hidden, loss_fn=cross_entropy, make_target=words, **settings)
         blocks = nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(2)))
+        if setup.lora:
+            add_adapters(blocks, setup.lora)
         return measure_stage(blocks, hidden, layers=2, **settings)
 
 

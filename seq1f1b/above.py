@@ -14,7 +14,6 @@ _PLACES = {
     "attention": "device.cuda_attention:register",
     "documents": "device.document_layout",
     "edges": "device.edges:DeviceEdges",
-    "equal parameters": "checks.equal_parameters",
     "first look": "checks.first_look:FirstLook",
     "host tier": "device.host_tier:HostTier",
     "kernels": "device.kernel_library",

@@ -33,19 +33,6 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type[Any] = Tensor) -
     return value
 
 
-def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns the shape, the dtype and two sums over the bytes of each tensor; one sum weighs bytes by their places.
-
-    Tensors that differ in a bit, or in the order of values, have different sums.
-    """
-    found = []
-    for tensor in tensors:
-        data = tensor.detach().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).to(torch.int64)
-        places = torch.arange(data.numel(), device=data.device) % 8191 + 1
-        found.append((tuple(tensor.shape), tensor.dtype, int(data.sum()), int((data * places).sum())))
-    return found
-
-
 # -- differences -------------------------------------------------------------------------------------------------------
 
 

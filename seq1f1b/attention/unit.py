@@ -37,7 +37,6 @@ class LiveUnit:
     watch: Any = None  # checks/watch.py: notes the module's calls of attention and carried state
     kept: Any = None  # recompute.py: R's starting state, from F to R
     is_again = False  # recompute.py: True while R runs
-    digest: Any = None  # recompute.py: digest of F's results, if R's are compared
     away: Any = None  # offload.py: saved tensors of a moved unit
     tape: Any = None  # split_backward.py: I's inputs and gradients for W
     blocks_again = 0  # recompute.py: number of first blocks that the backward recomputes one by one

@@ -170,12 +170,8 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
     name = "the stages in a chain" if whole is None else "the model itself on rank 0"
     notes.insert(0, f"Reference: {name}, one segment, one micro-batch at a time, in {shown}.")
-    equal = runner.pipeline.tied.equal
     if whole is not None:
         notes += whole.notes
-    elif equal:
-        more = f" and {len(equal) - 1} more pairs" if len(equal) > 1 else ""
-        notes.append(f"Assumed not to be tied, though bit-equal: {equal[0]}{more}.")
     return replace(result, notes=(*notes, *result.notes))
 
 

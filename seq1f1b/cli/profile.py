@@ -30,6 +30,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--layers N": (int, 2, "layers of the stage that is measured (default: 2)"),
         "--repeats N": (int, 5, "measured steps for each number of segments (default: 5)"),
         "--offload DIR": (str, None, f"{offload}with --device cuda"),
+        "--lora R": (int, 0, "train only adapters of rank R in the measured layers"),
         "--output FILE": (str, ..., "the profile to write, for plan --profile FILE"),
     }
     add_options(command, options)
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         "threads": options.threads,
         "bf16": options.dtype == "bf16",
         "device": options.device,
+        "lora": options.lora,
         "offload": HOST if options.offload == "host" else options.offload,
         "show": True,
     }

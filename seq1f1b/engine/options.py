@@ -92,9 +92,7 @@ class Memory:
         recompute: units that save only the stage's input, and run the stage again just before the backward:
             ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units with an R in the
             schedule are recomputed in any case. Both runs draw the same random numbers; a loss that holds the head runs
-            once.
-        check: whether the first step of a length compares the results of R and F, bit for bit. A stage whose two runs
-            differ is an error then, and gives wrong gradients otherwise.
+            once. A stage whose two runs differ otherwise gets wrong gradients, as ``engine.verify`` shows.
         blocks: (name, share): the name of a list of blocks in every stage, for example ``"blocks"``, and the share of
             the blocks, in 0..1 or a callable of a unit, to compute again block by block within the backward. The list
             is a ModuleList, ModuleDict or Sequential of modules, each run once in a forward; the first blocks are
@@ -110,14 +108,12 @@ class Memory:
     """
 
     recompute: str | Callable[[Unit], bool] = "none"
-    check: bool = False
     blocks: tuple[str, float | Callable[[Unit], float]] | None = None
     offload: Offload = None
     units: str | Callable[[Unit], bool] | None = None
 
     def __post_init__(self) -> None:
         check_units("Memory.recompute", self.recompute)
-        _check_bool("Memory.check", self.check)
         _check_blocks(self.blocks)
         if self.offload is not None and self.offload is not HOST and not isinstance(self.offload, (str, os.PathLike)):
             raise TypeError(f"Memory.offload must be a directory or seq1f1b.HOST, got {type(self.offload).__name__}")

@@ -26,7 +26,6 @@ from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.engine.options import Options, check_share
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import Stage, StageStep
-from seq1f1b.nested import digest, tensors_of
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -41,10 +40,9 @@ class Recomputing(Feature):
     serves = "R"
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        self._checks, self._device = options.memory.check, stage.device
+        self._device = stage.device
 
     def start(self, step: StageStep) -> bool:
-        self._compares = self._checks and step.batch.is_new  # whether R must give F's results, bit for bit
         trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
         self._trains = not isinstance(step.stage.module, nn.Module) or any(trained)
         return bool(step.order.recomputed)
@@ -57,20 +55,6 @@ class Recomputing(Feature):
             return None
         unit.kept = StartingState(inputs, self._step.kwargs_of(unit), self._device, self._trains)
         return unit.kept.first()  # type: ignore[no-any-return]
-
-    def returned(self, unit: LiveUnit, output: Any) -> None:
-        if not self._compares or (unit.kept is None and not unit.is_again):
-            return
-        found = digest([*tensors_of(output), *(unit.carried_out or {}).values()])
-        if not unit.is_again:
-            unit.digest = found
-        elif found != unit.digest:
-            raise RuntimeError(
-                f"stage {unit.stage} has computed something else in R{unit.microbatch}.{unit.segment} than in "
-                "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
-                "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
-                "unit out of Memory.recompute"
-            )
 
     def recompute(self, cell: int, received: Received) -> None:
         """R(m.s): makes the tensors that F would have saved. The loss and the outputs are F's."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.above import above
 from seq1f1b.engine.copies import PAGE, held, hooks_refused, num_hooks
 from seq1f1b.engine.gradients import StepGradients, dense
 from seq1f1b.transport import RankGroup
@@ -46,8 +45,7 @@ class TiedParameters:
     """Tied parameters of a rank: sums the copies' gradients over the ranks, so that equal copies stay equal.
 
     A stage's attribute ``tied_parameters``, a dict by name, lists parameters with copies on other stages. A tie is a
-    name in these lists: its copies are one parameter of the unsplit model. Exchanges go through ties in sorted order. A
-    warning names bit-equal parameters outside of the lists that are likely one parameter of the model.
+    name in these lists: its copies are one parameter of the unsplit model. Exchanges go through ties in sorted order.
 
     Args:
         modules: modules of the rank, each with its place in words.
@@ -55,9 +53,6 @@ class TiedParameters:
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], group: RankGroup) -> None:
         self._group, self._modules = group, modules
-        is_alone = group.size == 1 and len(modules) == 1
-        # Pairs that are bit-equal and not listed, once the ranks have met.
-        self.equal: list[str] | None = [] if is_alone else None
         self._met_in = -1  # the group's epoch of the last meeting
         self.has_lists = False  # a module lists ties
         # By a module's id and a tie: the listed parameter, and its paths in the stage.
@@ -138,13 +133,9 @@ class TiedParameters:
                 self._read()
             return []
         self._read()
-        look = None if self.equal is not None else above("equal parameters")
-        others = [] if look is None else look.unlisted(self._modules, {id(own) for own in self.parameters()})
-        mine = self._described, self._problem, self._steps > 0, others, None if beside is None else beside()
+        mine = self._described, self._problem, self._steps > 0, None if beside is None else beside()
         found = self._group.all_gather_object(mine)
         _refuse([problem for _, problem, *_ in found])
-        if look is not None:
-            self.equal = look.look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
         self._take([described for described, *_ in found])
         if any(has_stepped for _, _, has_stepped, *_ in found):
             self._compare()

@@ -27,18 +27,32 @@ from seq1f1b.where import HOST, Offload
 __all__ = ["check_decoder", "profile_decoder", "profile_model"]
 
 
-class _Block(nn.Module):
-    """Decoder layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+class _AdaptedLinear(nn.Module):
+    """A frozen matrix W with a low-rank adapter, as peft computes it: W x + scale B A x."""
 
-    def __init__(self, model: ModelShape, index: int) -> None:
+    def __init__(self, reads: int, writes: int, lora: int) -> None:
+        super().__init__()
+        self.whole = nn.Linear(reads, writes, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(reads, lora, bias=False), nn.Linear(lora, writes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.whole(x) + self.up(self.down(x)) * 2.0
+        return found
+
+
+class _Block(nn.Module):
+    """Decoder layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU. lora: rank of adapters, 0: none."""
+
+    def __init__(self, model: ModelShape, index: int, lora: int) -> None:
         super().__init__()
         self.heads, self.kv_heads = model.heads, model.kv_heads
         self.head_dim = model.head_dim or model.hidden // model.heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(model.hidden), nn.RMSNorm(model.hidden)
-        self.qkv = nn.Linear(model.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(self.heads * self.head_dim, model.hidden, bias=False)
-        self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=False) if model.ffn else None
-        self.down = nn.Linear(model.ffn, model.hidden, bias=False) if model.ffn else None
+        self.norm_1, self.norm_2 = (nn.RMSNorm(model.hidden).requires_grad_(not lora) for _ in range(2))
+        linear: Any = partial(_AdaptedLinear, lora=lora) if lora else partial(nn.Linear, bias=False)
+        self.qkv = linear(model.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        self.out = linear(self.heads * self.head_dim, model.hidden)
+        self.gate_up = linear(model.hidden, 2 * model.ffn) if model.ffn else None
+        self.down = linear(model.ffn, model.hidden) if model.ffn else None
         self.layer = ops.layer_handle(index)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,6 +102,7 @@ def profile_model(
     repeats: int = 5,
     device: torch.device | str = "cpu",
     offload: Offload = None,
+    lora: int = 0,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, StageTimes]:
@@ -96,6 +111,7 @@ def profile_model(
     Args:
         device: device of the stages.
         offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there.
+        lora: rank of adapters beside the frozen matrices of layers; 0: all weights are trained.
     Returns:
         Arguments of ``make_profile``, by name; without embedding and head if the shape has no vocabulary.
     Raises:
@@ -103,7 +119,7 @@ def profile_model(
     """
     check_decoder(model, seq_len)
     with torch.device(device):
-        blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
+        blocks = nn.Sequential(*(_Block(model, i, lora) for i in range(layers)))
     measure = partial(measure_stage, seq_len=seq_len, repeats=repeats, wait=wait, progress=progress)
 
     def hidden(tokens: int) -> Tensor:
@@ -155,6 +171,7 @@ def profile_decoder(
     bf16: bool = False,
     device: str = "cpu",
     offload: Offload = None,
+    lora: int = 0,
     show: bool = False,
 ) -> Profile:
     """Runs :func:`profile_model` in several processes at once and returns the profile.
@@ -168,6 +185,7 @@ def profile_decoder(
         device: "cpu" or "cuda"; the processes take the machine's GPUs in turn.
         offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there, while all processes
             move units at once.
+        lora: rank of adapters beside the frozen matrices of layers; 0: all weights are trained.
         show: prints the number of measured cuts to stderr after each cut.
     Raises:
         ValueError: a count below 1, "cuda" without a GPU; or as :func:`profile_model`.
@@ -180,13 +198,16 @@ def profile_decoder(
     for name, value in (("processes", processes), ("threads", threads), ("layers", layers), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
+    if lora < 0:
+        raise ValueError(f"lora is {lora}, must be at least 0, the rank of the adapters")
     if offload is not None:
         where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
     if offload is not None and offload is not HOST:
         offload = os.fspath(offload)
         FileTier(offload, None).close()
     check_decoder(model, seq_len)
-    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
+    settings: dict[str, Any] = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device}
+    settings |= {"offload": offload, "lora": lora}
     begin = time.perf_counter()
     found = launch(_measure, processes, model, threads, bf16, show, settings)
     return make_profile(
@@ -197,4 +218,5 @@ def profile_decoder(
         dtype="bfloat16 autocast" if bf16 else "float32",
         seconds=time.perf_counter() - begin,
         device=device,
+        lora=lora,
     )

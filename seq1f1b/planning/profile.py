@@ -89,6 +89,7 @@ class Profile(_File):
         processes: number of processes that measured at once.
         seconds: duration of the measurement.
         seq_len: longest measured sequence.
+        lora: rank of the adapters of the measured layers, whose other weights were frozen; 0: all were trained.
         model: the shape; ``layers`` of the shape may differ from the measured stage.
         unit_overhead: the engine's own seconds between two units.
         step_overhead: seconds of a step outside of the order.
@@ -118,6 +119,7 @@ class Profile(_File):
     move_out: float | None = None
     move_in: float | None = None
     device: str = "cpu"
+    lora: int = 0
 
     def parts(self) -> dict[str, Part]:
         """Returns the measured parts, by name."""

@@ -358,6 +358,7 @@ def make_profile(
     dtype: str,
     seconds: float,
     device: str = "cpu",
+    lora: int = 0,
 ) -> Profile:
     """Makes a profile from results of :func:`measure_stage`, lists with an entry for each process."""
     layers = _joined(layer)
@@ -365,6 +366,7 @@ def make_profile(
     return Profile(
         machine=f"{_processor()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name(),
         device=device,
+        lora=lora,
         torch=torch.__version__,
         threads=threads,
         processes=len(layer),

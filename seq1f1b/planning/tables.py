@@ -433,8 +433,7 @@ class ByProfile(ByParts):
     # -- seconds
 
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
-        full = _scaled(self._profile.layer, self._of_layer, span, floor)
-        return self._trained(full, self.layer_kinds[kind], span.tokens)
+        return _scaled(self._profile.layer, self._of_layer, span, floor)
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         profile, factors = self._profile, self._of_ends
@@ -489,10 +488,15 @@ def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
         )
     if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
         raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+    if layout.lora != profile.lora:
+        raise ValueError(
+            f"the profile was measured with lora {profile.lora}, the layout says lora {layout.lora}: measure with "
+            f"seq1f1b profile --lora {layout.lora}, or plan without a profile"
+        )
     if (layout.frozen and not layout.lora) or layout.weight_bits is not None:
         raise ValueError(
-            "a profile is of layers that save the inputs of their matrices, in one dtype: plan frozen weights with "
-            "lora and without weight_bits, or without a profile"
+            "a profile is of trained layers or of adapters, in one dtype: plan other frozen weights, and weight_bits, "
+            "without a profile"
         )
     if layout.inside != "none" or layout.copies_prefix:
         raise ValueError(

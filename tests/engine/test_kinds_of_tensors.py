@@ -173,7 +173,7 @@ def test_a_stage_trains_as_the_whole_model(kind: str, schedule: str, adds: bool,
     for one, wanted in zip(x.chunk(M), y.chunk(M), strict=True):
         for part, target in zip(one.chunk(K, 1), wanted.chunk(K, 1), strict=True):
             (F.mse_loss(whole(part), target) / (M * K)).backward()
-    others = () if adds else (Memory(recompute="all", check=True), Memory(offload=tmp_path))
+    others = () if adds else (Memory(recompute="all"), Memory(offload=tmp_path))
     with wide_products() if adds else nullcontext():
         for memory in (Memory(), *others):
             engine = PipelineEngine(
@@ -242,7 +242,7 @@ def test_conjugates_cross_to_the_next_stage_and_back(kinds: tuple[str, str], sch
             num_segments=K,
             loss_fn=lambda output, target: output.square().mean(),
             group=group,
-            memory=Memory(recompute="all", check=True),
+            memory=Memory(recompute="all"),
         )
         engine.step(x, target=torch.zeros(4, 12))
 

@@ -170,7 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "split": {"schedule": "seq-zb-h1"},
     "fill": {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},
-    "recompute": {"memory": Memory(recompute="all", check=True)},
+    "recompute": {"memory": Memory(recompute="all")},
     "blocks": {"memory": Memory(blocks=("blocks", 0.5))},
     "own dtype": {"grad_dtype": None},
     "any attention": {"attention": "any"},

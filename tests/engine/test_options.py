@@ -39,7 +39,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Limits(step="300"), TypeError, "Limits.step must be a number, got str"),
     (lambda: Limits(first_step=float("nan")), ValueError, "Limits.first_step is nan, must be above 0"),
     (lambda: Memory("some"), ValueError, "Memory.recompute is 'some', must be 'none', 'all' or a callable of a unit"),
-    (lambda: Memory(check=1), TypeError, "Memory.check is 1, must be True or False"),
     (lambda: Memory(blocks="blocks"), TypeError, r"Memory.blocks is 'blocks', must be \(name of a list of blocks"),
     (lambda: Memory(blocks=("blocks", 2)), ValueError, r"Memory.blocks: the share is 2, must be in 0\.\.1"),
     (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory or seq1f1b.HOST, got int"),

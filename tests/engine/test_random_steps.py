@@ -144,7 +144,7 @@ def draw_memory(rng: random.Random, folder: Path) -> Memory:
     return rng.choice(
         (
             *[Memory()] * 3,
-            *(Memory(recompute="all", check=True), Memory(recompute=lambda unit: unit.segment % 2 == 1)),
+            *(Memory(recompute="all"), Memory(recompute=lambda unit: unit.segment % 2 == 1)),
             Memory(blocks=("blocks", rng.choice((0.3, 1.0, lambda unit: min(1.0, 0.5 * unit.segment))))),
             Memory(recompute=lambda unit: unit.microbatch % 2 == 1, blocks=("blocks", 0.5)),
             *(Memory(offload=folder), Memory(offload=folder, blocks=("blocks", 0.5))),

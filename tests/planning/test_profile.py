@@ -19,6 +19,7 @@ from tiny_model import Config, Stage
 from seq1f1b import Costs, Links, ModelShape, Unit, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
+from seq1f1b.planning import decoder
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile
@@ -354,6 +355,8 @@ def test_units_cost_what_was_measured(head_in_loss):
         (SHAPE._replace(hidden=64, ffn=8), {}, "the profile is of hidden 32, ffn 32, the model has hidden 64, ffn 8"),
         (SHAPE, {"tensor": 2}, "tensor, context and expert must be 1"),
         (SHAPE, {"inside": "full"}, "inside is 'full'"),
+        (SHAPE, {"lora": 4}, "measured with lora 0, the layout says lora 4: measure with seq1f1b profile --lora 4"),
+        (SHAPE, {"frozen": True}, "plan other frozen weights, and weight_bits, without a profile"),
     ],
 )
 def test_what_a_profile_does_not_tell(model, layout, message):
@@ -414,3 +417,11 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     assert main([*asked, *few]) == 0
     assert "(profile), measured units\ncap" in capfd.readouterr().out
     assert Plan.load(order).hardware.endswith("(profile)")
+
+    assert main([*measure[:7], "--lora", "4", "--output", str(file)]) == 0
+    assert Profile.load(file).lora == 4 and Profile.load(file).layer.gradient_token_bytes > 0
+    trained = {name for name, p in decoder._Block(SHAPE, 0, 4).named_parameters() if p.requires_grad}
+    matrices = ("qkv", "out", "gate_up", "down")
+    assert trained == {f"{name}.{part}.weight" for name in matrices for part in ("down", "up")}
+    assert main([*asked, "--lora", "4", "--schedules", "1f1b"]) == 0
+    assert main([*asked, "--schedules", "1f1b"]) == 2 and "profile --lora 0" in capfd.readouterr().err
