@@ -25,7 +25,7 @@ from transformers.trainer_utils import seed_worker, sort_checkpoints
 
 from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.engine.model_state import generator_states, set_generator_states
-from seq1f1b.engine.options import is_plan
+from seq1f1b.engine.options import Loss, is_plan
 from seq1f1b.transformers.cut import pipeline_stage
 from seq1f1b.transformers.layers import copy_config
 from seq1f1b.transformers.pretrained import load_pretrained, open_folder, save_pretrained
@@ -104,7 +104,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **named).arguments
         _check_arguments(args, given, type(self), Trainer)
         self._pipeline = dict(pipeline or {})
-        _check_pipeline(self._pipeline, inspect.signature(PipelineEngine.__init__).parameters)
         self._folder = None
         dtype = self._pipeline.pop("dtype", None)
         if isinstance(model, (str, os.PathLike)):
@@ -148,8 +147,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             elif any(parameter.is_meta for parameter in stage.parameters()):
                 stage.materialize(self.args.device)
         stage.to(self.args.device)
-        options |= {"loss_fn": _loss, "arg_rules": {"doc_ids": "slice"}, "group": replicas.pipeline}
-        self.engine = replicas.engine = PipelineEngine(stage, **options)
+        self.engine = replicas.engine = PipelineEngine(
+            stage, loss_fn=_loss, arg_rules={"doc_ids": "slice"}, group=replicas.pipeline, loss=Loss(), seq_dim=1,
+            sequence_parallel=(0, 1), **options,
+        )  # fmt: skip
         replicas.make_alike(stage)
         return stage
 
@@ -285,8 +286,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
         together(self._replicas, f"no checkpoint was written to {folder}", write)
 
+    @property
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # the optimizer inside accelerate's wrapper
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # equal in all replicas
+        optimizer, scheduler = self._own_optimizer, self.lr_scheduler  # equal in all replicas
         self._replicas.in_one(lambda: save_optimizer(self.engine, optimizer, scheduler, output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -301,7 +306,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_optimizer(self.engine, _inner(self.optimizer), self.lr_scheduler, checkpoint)
+            load_optimizer(self.engine, self._own_optimizer, self.lr_scheduler, checkpoint)
 
     # -- all ranks together ------------------------------------------------------------------------------------------
 
@@ -370,12 +375,6 @@ def _newest_checkpoint(folder: str) -> str:
     raise ValueError(f"{folder} holds no finished checkpoint to resume from")
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer inside accelerate's wrapper."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
 def _end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -384,8 +383,6 @@ def _end_process_group() -> None:
 # -- what a pipeline does not support ----------------------------------------------------------------------------------
 
 
-_OWN = ("self", "stage", "loss_fn", "arg_rules", "loss", "seq_dim", "group", "sequence_parallel")
-"""Arguments of the engine that the trainer gives itself, or that it has no other value of."""
 _CUT = ("balance", "seq_len")
 """Options of pipeline_stage."""
 
@@ -434,16 +431,6 @@ def _check_arguments(args: transformers.TrainingArguments, given: Mapping[str, A
                 f"{trainer.__name__}.{name}, which overrides the trainer's",
                 "the engine runs it, by segments: use transformers.Trainer for it",
             )
-
-
-def _check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option of the pipeline that is unknown or reserved for the trainer."""
-    names = {*_CUT, "dtype", "replicas", *known} - {*_OWN}
-    unknown = sorted(pipeline.keys() - names)
-    if unknown:
-        raise ValueError(
-            f"pipeline has no options {unknown}, or the trainer sets them itself; options: {sorted(names)}"
-        )
 
 
 def _check_made(trainer: transformers.Trainer) -> None:

@@ -148,7 +148,6 @@ class Backwards(Chain):
         (Chain, {"num_stages": 2, "at": ["norm"]}, "one of the two"),
         (Chain, {"num_stages": 6}, "num_stages is 6, must be from 1 to the 5 modules of 'blocks'"),
         (Chain, {"num_stages": 0}, "num_stages is 0, must be"),
-        (Chain, {"at": "blocks.1"}, r"at is 'blocks.1', must be a list of names, as \['blocks.1'\]"),
         (Chain, {"at": ["blocks.9"]}, r"at names \['blocks.9'\], which Chain does not have; it has"),
         (Chain, {"at": ["norm", "blocks.1"]}, "Chain runs 'blocks.1' before 'norm': no stage begins there"),
         (Chain, {"at": ["norm", "norm"]}, "each stage must begin with a module of its own"),
