@@ -35,7 +35,7 @@ def use(way: str) -> None:
 def ways(machine: Machine) -> list[str]:
     if not machine.is_cuda:
         return [FLASH, CUDNN]
-    has_cudnn = cuda_attention._has_cudnn(machine.device)
+    has_cudnn = cuda_attention._has_cudnn(machine.device, torch.bfloat16, 64, 64)
     return [FLASH, *[CUDNN] * has_cudnn, *[OWN] * bool(kernel_library.operations())]
 
 

@@ -12,7 +12,6 @@ __all__: list[str] = []
 
 _PLACES = {
     "attention": "device.cuda_attention:register",
-    "documents": "device.document_layout",
     "edges": "device.edges:DeviceEdges",
     "first look": "checks.first_look:FirstLook",
     "host tier": "device.host_tier:HostTier",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ class DocumentBatches(Sampler[PlannedStep]):
             training threads; steps may be asked for ahead.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
-        ValueError: a document is empty, or so long that a step of one document per replica exceeds ``tokens_per_step``:
-            the error names the document and the least ``tokens_per_step``; there are no documents; a number is out of
-            range. While iterating: ``plan_step`` refuses an argument, the last step has fewer documents than replicas,
-            or an epoch has no step.
+        TypeError, ValueError: a document is no whole number, is empty, or is so long that a step of one document per
+            replica exceeds ``tokens_per_step``: the error names the document and the least ``tokens_per_step``; there
+            are no documents; a number is out of range. While iterating: ``plan_step`` refuses an argument, the last
+            step has fewer documents than replicas, or an epoch has no step.
 
     Attributes:
         cost: costs for planning the next steps: the given costs, or costs of the engine's units once measured.
@@ -91,7 +91,6 @@ class DocumentBatches(Sampler[PlannedStep]):
         **options: Any,
     ) -> None:
         self._documents, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
-        self._lengths = tokens_of(self._documents)
         self.cost = cost
         self._engine, self._looks, self._unit = engine, 0, 0
         self._measured: list[tuple[str, int, Span, float]] = []  # pass, stage, span and seconds of units
@@ -100,14 +99,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._drop_last = drop_last
         if not 0 <= replica < num_replicas:
             raise ValueError(f"replica is {replica}, must be in 0..{num_replicas - 1}, below num_replicas")
-        if not self._lengths:
-            raise ValueError("there are no documents to sample")
-        for index, document in enumerate(self._documents):
-            if isinstance(document, TreeShape):
-                document.check(f"tree {index}")
-        for index, length in enumerate(self._lengths):
-            if not isinstance(length, int) or length < 1:
-                raise ValueError(f"document {index} has {length!r} tokens, must have at least 1, a whole number")
+        self._lengths = tokens_of(self._documents)
         longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
         least = self._lengths[longest] * num_replicas  # a step has at least one document for each replica
         if least > tokens_per_step:
@@ -134,15 +126,14 @@ class DocumentBatches(Sampler[PlannedStep]):
             )
         # The pool's thread ends with this generator, so a loop may break without closing anything.
         planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
-        ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
-        for number, (begin, end) in enumerate(spans):
-            documents, plan = (ahead or planner.submit(*self._ask(order[begin:end]))).result()
+        ahead = planner.submit(*self._ask(order[slice(*spans[0])]))
+        for (begin, end), following in zip_longest(spans, spans[1:]):
+            documents, plan = ahead.result()
             self._unit = self._unit or max(plan.costs.sizes)
-            if number + 1 < len(spans):
-                ahead = planner.submit(*self._ask(order[slice(*spans[number + 1])]))
-                self._begin = end
-            else:
+            if following is None:
                 self.epoch, self._begin = epoch + 1, 0
+            else:
+                ahead, self._begin = planner.submit(*self._ask(order[slice(*following)])), end
             self.steps += 1  # before the yield: a state taken by the caller is the next step's
             tokens = sum(self._lengths[i] for i in order[begin:end])
             yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
@@ -246,16 +237,14 @@ class DocumentBatches(Sampler[PlannedStep]):
     def _plan(
         self, documents: Sequence[int], cost: CostModel, options: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], StepPlan]:
-        lengths = [self._documents[i] for i in documents]
-        if self._num_replicas > 1:
-            if len(documents) < self._num_replicas:
-                raise ValueError(
-                    f"the last step of the epoch has {len(documents)} documents, fewer than {self._num_replicas} "
-                    "replicas: give drop_last=True"
-                )
-            share = share_documents(lengths, self._num_replicas, self._given)[self._replica]
-            documents, lengths = [documents[i] for i in share], [lengths[i] for i in share]
-        return tuple(documents), plan_step(lengths, cost, **options)
+        if len(documents) < self._num_replicas:
+            raise ValueError(
+                f"the last step of the epoch has {len(documents)} documents, fewer than {self._num_replicas} replicas: "
+                "give drop_last=True"
+            )
+        share = share_documents([self._documents[i] for i in documents], self._num_replicas, self._given)
+        own = tuple(documents[i] for i in share[self._replica])
+        return own, plan_step([self._documents[i] for i in own], cost, **options)
 
 
 def _is_of(report: PipelineReport, plan: StepPlan) -> bool:

@@ -134,13 +134,14 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
 
 /* -- late weight gradients ----------------------------------------------------------------------------------------- */
 
-/* Each rank's order is walked once, and a queue of weight gradients follows it. */
+/* A walk over a rank's order. Each backward becomes I, and its W joins a queue. The oldest W leaves the queue where the
+ * rank would else hold more than `most` units, all others at the end. */
 typedef struct {
     s1f_transform t;
     s1f_unit *pending;  /* units whose W is due, oldest first */
     int64_t first, end; /* of pending */
     int64_t live;       /* units that hold what their W reads */
-    int64_t most;       /* that may */
+    int64_t most;       /* units that may live at once */
     s1f_lifetime_table lifetimes;
 } deferral;
 

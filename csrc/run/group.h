@@ -70,8 +70,8 @@ typedef struct {
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
     int64_t step; /* the first step that it ends; for fail_with, 0: this rank's step */
 } s1f_failure;
-/* Ends a step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came
- * first. */
+/* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere. Returns 0
+ * if another failure came first: the first one's text stands. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);

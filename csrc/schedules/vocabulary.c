@@ -1,4 +1,5 @@
-/* vocabulary.c - runs the order in time, and lets the passes of shards go first wherever they can. */
+/* vocabulary.c - plays an order through by its units' seconds; a pass of a shard that may start goes before the rank's
+ * next unit. */
 #include "vocabulary.h"
 
 #include "../core/check.h"
@@ -38,7 +39,7 @@ static int is_forward(s1f_unit unit)
     return s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT);
 }
 
-/* Copies the units, each that is no F behind `ahead` more Fs. */
+/* Copies a rank's units with its Fs earlier: before each other unit stand `ahead` more Fs than before. */
 static void copy_ahead(const s1f_unit *units, int64_t count, int64_t ahead, s1f_unit *out)
 {
     int64_t forward = 0, num_before = 0, num_written = 0, written = 0; /* forward: index of the next F to be written */

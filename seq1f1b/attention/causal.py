@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
 from seq1f1b.above import above
-from seq1f1b.attention.fakes import register_fakes
 from seq1f1b.files import check_part
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
@@ -31,7 +30,6 @@ _C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
 above("attention")(_cuda_kernels)
-register_fakes()
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -91,7 +89,7 @@ def causal_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
-            On CUDA give int32, and let a document's tokens follow one another; otherwise attention may be much slower.
+            On CUDA this is fast with the package's kernels alone: head_dim 64 or 128, 16-bit dtypes.
         sinks: (heads), floating, with gradient: a logit for each head, part of the softmax's sum, without a value.
             Soft cap and scale do not apply to sinks.
     Returns:
@@ -133,9 +131,9 @@ def causal_attention(
 
 
 def _in_segments() -> bool:
-    """Returns whether the running unit is a segment of a step. Notes the call for a check of the unit's stage."""
+    """Returns whether the running unit is a segment of a step. Notes the call for the stage's first look."""
     unit = _C.unit_state()
-    if unit is None:
+    if unit is None:  # on another thread than the unit's, as in a backward
         return _C.in_step()
     if unit.watch is not None:
         unit.watch.noted.add("attends")
@@ -352,3 +350,59 @@ def _check_options(scale: float | None, window: int | None, softcap: float | Non
 
 def _text(t: Tensor) -> str:
     return str(tuple(t.shape))
+
+
+# -- results of the ops without values, for tracing: shapes, dtypes and layouts ----------------------------------------
+
+
+def _token_major(like: Tensor, heads: int, head_dim: int) -> Tensor:
+    return like.new_empty((like.shape[0], like.shape[2], heads, head_dim)).transpose(1, 2)
+
+
+def _check_devices(*tensors: Tensor) -> None:
+    if any(t.device != tensors[0].device for t in tensors):
+        raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Returns empty results.
+
+    ``others`` begin with a segment's layer handle, on the CPU, if any, and end with slopes, ids, sinks and options.
+    """
+    _check_devices(q, k, v, *others[-6:-3])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _fake_causal_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
+    sinks: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
+    dq, dk, dv = (_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v))
+    return dq, dk, dv, lse.new_empty(sinks.shape)
+
+
+def _fake_segment_attention_backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
+    sizes = (q.shape[1], q.shape[3]), (others[-1], q.shape[3]), (others[-1], out.shape[3])
+    dq, dk, dv = (_token_major(q, *size) for size in sizes)
+    return dq, dk, dv, lse.new_empty(sinks.shape)
+
+
+def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
+    shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
+    return x.new_empty(shape, dtype=torch.int64)
+
+
+for _name, _fake in (
+    ("causal_attention", _fake_attention),
+    ("causal_attention_backward", _fake_causal_attention_backward),
+    ("segment_attention", _fake_attention),
+    ("segment_attention_backward", _fake_segment_attention_backward),
+    ("positions", _fake_positions),
+):
+    torch.library.register_fake(f"seq1f1b::{_name}", _fake)

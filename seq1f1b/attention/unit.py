@@ -64,7 +64,7 @@ class LiveUnit:
         return self.num_waiting > 0
 
     def forget(self) -> None:
-        """Drops the graph and all state for the unit's own passes; the loss and the output stay."""
+        """Drops the graph and all state for the unit's own passes. The loss, the output and handed tensors stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
         self.kept = self.away = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
@@ -73,10 +73,11 @@ class LiveUnit:
     # -- backward
 
     def start(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the roots of the backward with a gradient, and the gradients.
+        """Returns the roots of the backward that get a gradient, and these gradients. States that later segments have
+        carried in are roots, too.
 
         Args:
-            gradients: gradients of ``roots``, or None. Roots for states carried in by later segments come on top.
+            gradients: a gradient for each of ``roots``, or None.
         """
         roots, seeds = self.roots, tuple(gradients)
         if any(root is None or seed is None for root, seed in zip(roots, seeds, strict=True)):
@@ -85,7 +86,7 @@ class LiveUnit:
         if self.carried_out is not None and self.carried_back is not None:
             for name, leaf in self.carried_back.items():
                 state = self.carried_out[name]
-                if leaf.grad is not None and state.requires_grad:  # R may make a state without gradient, unknown in F
+                if leaf.grad is not None and state.requires_grad:  # F without a graph could not know
                     roots += (get_gradient_edge(state),)
                     seeds += (leaf.grad,)
         return roots, seeds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import Any
 
 from seq1f1b.cli.terminal import progress_bar
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             layout=layout,
             optimizer_sync=not options.no_optimizer_sync,
             stages_per_rank=options.stages or [1, 2, 4],
-            progress=None if show is None else lambda done, total: show(done / total),
+            progress=show,
         )
     if options.output:
         found.plans[0].save(options.output)
@@ -89,19 +88,13 @@ def _run_trees(options: argparse.Namespace) -> int:
     from seq1f1b.planning.step_plan import plan_step  # here, so that plans of sequences need no torch
     from seq1f1b.planning.step_rows import TreeShape
 
-    model, hardware, layout = read_workload(options)
-    hardware = hardware.with_optimizer(options.optimizer)
     _check(options)
+    model, hardware, layout = read_workload(options, "none" if options.inside is None else options.inside[0])
+    hardware = hardware.with_optimizer(options.optimizer)
     tree = TreeShape.of_prompt(options.prompt, options.responses)
     rows = tree.paths * options.microbatches
-    cost = CostModel.balanced(
-        model,
-        hardware,
-        num_ranks=options.ranks,
-        stages_per_rank=1 if options.stages is None else options.stages[0],
-        seq_len=max(rows),
-        layout=replace(layout, inside="none" if options.inside is None else options.inside[0]),
-    )
+    counts = {"num_ranks": options.ranks, "stages_per_rank": (options.stages or [1])[0], "seq_len": max(rows)}
+    cost = CostModel.balanced(model, hardware, layout=layout, **counts)
     given: dict[str, Any] = {"memory": memory_cap(hardware, options.memory), "remedies": options.remedies}
     given |= {"schedule": options.schedules} if options.schedules else {}
     plan = plan_step([tree] * options.microbatches, cost, **given)
@@ -117,10 +110,25 @@ def _run_trees(options: argparse.Namespace) -> int:
     try:
         found["rows"] = _figures(plan_step(rows, cost, **given))
         found["speedup"] = found["rows"]["seconds"] / plan.seconds
+        gain = f"trees are {rounded(found['speedup'])} times as fast as rows"
     except ValueError as error:
         found["rows"] = {"refused": str(error)}
-    title = f"{options.model}, P {options.ranks} on {hardware.name}, {options.microbatches} prompts"
-    print(json.dumps(found, indent=2) if options.json else _text(title, found))
+        gain = f"rows: {error}"
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    table = [["", "step s", "units", "siblings", "again", "GiB"]]
+    for name in ("trees", "rows") if "speedup" in found else ("trees",):
+        own = found[name]
+        counts_of = (str(own[count]) for count in ("units", "siblings", "remedied"))
+        table.append([name, rounded(own["seconds"]), *counts_of, f"{max(own['rank_bytes']) / GIB:.1f}"])
+    print(
+        f"{options.model}, P {options.ranks} on {hardware.name}, {options.microbatches} prompts, "
+        f"{found['row_tokens']:,} tokens in rows, {found['tree_tokens']:,} in trees: "
+        f"{found['tree_token_ratio']:.2f} times fewer\ncap {found['memory'] / GIB:.1f} GiB\n\n{table_text(table)}"
+        "units of a stage; siblings: answers in one of them, at most; again: units of all stages\n"
+        f"      that run twice or move; GiB of the fullest rank; seconds without the optimizer\n\n{gain}"
+    )
     return 0
 
 
@@ -128,15 +136,16 @@ def _check(options: argparse.Namespace) -> None:
     if options.responses is None or options.prompt is None:
         raise ValueError("--prompt and --responses go together, as --prompt 2048 --responses 8x256")
     unused = [name for name in _OF_SEQUENCES if getattr(options, name)]
-    unused += ["vocabulary"] if options.vocabulary == "ranks" else []
-    unused += ["context"] if options.context > 1 else []  # context-parallel ranks share the tokens of a segment
+    unused += ["vocabulary"] * (options.vocabulary == "ranks")
+    unused += ["context"] * (options.context > 1)  # context-parallel ranks share the tokens of a segment
     if unused:
         raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
     for name in ("stages", "inside"):
         if len(getattr(options, name) or [1]) > 1:
             raise ValueError(f"--{name} names several values: give one with --prompt")
-    for name in [name for name in ("prompt", "microbatches", "ranks") if getattr(options, name) < 1]:
-        raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
+    for name in ("prompt", "microbatches", "ranks"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
     if options.microbatches * len(options.responses) > _MOST_ROWS:
         raise ValueError(f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of it")
 
@@ -149,21 +158,3 @@ def _figures(plan: Any) -> dict[str, Any]:
         "remedied": plan.remedied,
         "rank_bytes": [rank.total for rank in plan.ranks],
     }
-
-
-def _text(title: str, found: dict[str, Any]) -> str:
-    table = [["", "step s", "units", "siblings", "again", "GiB"]]
-    for name in ("trees", "rows"):
-        own = found[name]
-        if "refused" not in own:
-            of_rank = max(own["rank_bytes"]) / GIB
-            counts = (str(own[count]) for count in ("units", "siblings", "remedied"))
-            table.append([name, rounded(own["seconds"]), *counts, f"{of_rank:.1f}"])
-    ratio, refused = found["tree_token_ratio"], found["rows"].get("refused")
-    gain = f"rows: {refused}" if refused else f"trees are {rounded(found['speedup'])} times as fast as rows"
-    return (
-        f"{title}, {found['row_tokens']:,} tokens in rows, {found['tree_tokens']:,} in trees: {ratio:.2f} times fewer\n"
-        f"cap {found['memory'] / GIB:.1f} GiB\n\n{table_text(table)}"
-        "units of a stage; siblings: answers in one of them, at most; again: units of all stages\n"
-        f"      that run twice or move; GiB of the fullest rank; seconds without the optimizer\n\n{gain}"
-    )

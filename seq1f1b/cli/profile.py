@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Any
 
 from seq1f1b.cli.values import add_options, read_tokens
 from seq1f1b.planning.hardware import load_model, presets
@@ -38,20 +37,15 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     decoder = importlib.import_module("seq1f1b.planning.decoder")  # here, so that other commands run without torch
-    model = load_model(options.model)
-    settings: dict[str, Any] = {
-        "seq_len": options.seq,
-        "layers": options.layers,
-        "repeats": options.repeats,
-        "processes": options.processes,
-        "threads": options.threads,
-        "bf16": options.dtype == "bf16",
-        "device": options.device,
-        "lora": options.lora,
-        "offload": HOST if options.offload == "host" else options.offload,
-        "show": True,
-    }
-    found: Profile = decoder.profile_decoder(model, **settings)
+    names = ("layers", "repeats", "processes", "threads", "device", "lora")
+    found: Profile = decoder.profile_decoder(
+        load_model(options.model),
+        seq_len=options.seq,
+        bf16=options.dtype == "bf16",
+        offload=HOST if options.offload == "host" else options.offload,
+        show=True,
+        **{name: getattr(options, name) for name in names},
+    )
     found.save(options.output)
     print(found.to_text())
     return 0

@@ -22,12 +22,13 @@ def wrapped(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[float], None] | None]:
-    """Yields a function that shows the finished share on stderr, always in one line; None if stderr is no terminal."""
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yields a function of a finished and a total number that shows the finished share on stderr, always in one line;
+    None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     try:
-        yield lambda share: print(f"\r{share:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)
+        yield lambda done, total: print(f"\r{done / total:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable, Mapping
+from argparse import ArgumentTypeError, _ActionsContainer
+from collections.abc import Mapping
 from typing import Any
 
 
-def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, Any, str]]) -> dict[str, Any]:
+def add_options(command: _ActionsContainer, rows: Mapping[str, tuple[Any, Any, str]]) -> dict[str, Any]:
     """Adds an option for each row: name and metavar; reader of a value, tuple of allowed words, or ``bool`` for a flag;
     default, ``...`` for a required option; help. Returns the defaults by name."""
     defaults = {}
@@ -19,23 +19,9 @@ def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[An
             how["action"] = "store_true"
         else:
             how["metavar"] = metavar[0] if metavar else None
-            how |= {"choices": read, "type": type(read[0])} if isinstance(read, tuple) else {"type": argument(read)}
+            how |= {"choices": read, "type": type(read[0])} if isinstance(read, tuple) else {"type": read}
         defaults[command.add_argument(name, help=text, **how).dest] = default
     return defaults
-
-
-def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a reader whose ``ValueError`` argparse shows with the full message; a type is returned unchanged."""
-    if isinstance(read, type):
-        return read
-
-    def read_argument(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read_argument
 
 
 def read_bytes(text: str) -> int:
@@ -46,15 +32,27 @@ def read_bytes(text: str) -> int:
         number, prefix, binary = match.groups()
         size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
     if not 1 <= size < 1 << 60:
-        raise ValueError(f"{text!r} is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB")
+        raise ArgumentTypeError(f"{text!r} is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB")
     return int(size)
+
+
+def read_cap(text: str) -> dict[str, Any]:
+    """Reads a cap in micro-batches, 4, or in bytes, 4GiB: an argument of ``compare``."""
+    if text.endswith("B"):
+        return {"cap_bytes": read_bytes(text)}
+    try:
+        return {"cap_microbatches": float(text)}
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r}: a cap is written 4 (micro-batches) or 4GiB") from None
 
 
 def read_tokens(text: str) -> int:
     """Reads a count of tokens: 131072 or 128k, 1048576 or 1M, with k and M as powers of two."""
     match = re.fullmatch(r"(-?[0-9]+)([kKM]?)", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no number of tokens; write 131072, 128k (times 1024) or 1M (times 1024 x 1024)")
+        raise ArgumentTypeError(
+            f"{text!r} is no number of tokens; write 131072, 128k (times 1024) or 1M (times 1024 x 1024)"
+        )
     number, unit = match.groups()
     factors = {"": 1, "K": 1024, "M": 1024 * 1024}
     return int(number) * factors[unit.upper()]
@@ -66,7 +64,7 @@ def read_names(text: str) -> list[str]:
 
 def read_counts(text: str) -> list[int]:
     if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", text):
-        raise ValueError(f"{text!r}: whole numbers are written 1,2,4")
+        raise ArgumentTypeError(f"{text!r}: whole numbers are written 1,2,4")
     return [int(count) for count in text.split(",")]
 
 
@@ -77,7 +75,7 @@ def read_sizes(text: str) -> list[int]:
         match = re.fullmatch(r"(?:([0-9]{1,6})x)?([0-9]+[kKM]?)", word)
         count, tokens = (int(match[1] or 1), read_tokens(match[2])) if match else (0, 0)
         if count < 1 or tokens < 1:
-            raise ValueError(f"{text!r}: tokens are written 256,1024 or 8x256, eight times 256, or 4x256,4x1024")
+            raise ArgumentTypeError(f"{text!r}: tokens are written 256,1024 or 8x256, eight times 256, or 4x256,4x1024")
         found += [tokens] * count
     return found
 

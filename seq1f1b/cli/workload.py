@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,14 +43,15 @@ def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8
         "--backward S": (float, None, "seconds that a rank takes for B of a micro-batch (default: 2)"),
         "--weight S": (float, None, "the part of B that a split backward puts off as W (default: half)"),
         "--transfer S": (float, None, "seconds of a message between two stages (default: 0)"),
-        "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
-        "--sizes N,N,...": (read_sizes, None, "tokens of each segment (default: equal time)"),
     }
     add_options(command, options)
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
-    inside = (INSIDE, "none", "parts of the blocks that the backward recomputes (default: none)")
-    of_a_model = add_model_options(costs) | add_options(costs, {"--inside": inside})
-    command.set_defaults(of_a_model=of_a_model)
+    of_model = {
+        "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
+        "--sizes N,N,...": (read_sizes, None, "tokens of each segment (default: equal time)"),
+        "--inside": (INSIDE, "none", "parts of the blocks that the backward recomputes (default: none)"),
+    }
+    command.set_defaults(of_a_model=add_model_options(costs) | add_options(costs, of_model))
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
@@ -108,34 +108,27 @@ def check_costs(options: argparse.Namespace) -> None:
             setattr(options, name, default)
         elif options.model is not None:
             raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
-    if options.model is None:
-        unused = [name for name, default in options.of_a_model.items() if getattr(options, name) != default]
-        if options.command in ("draw", "simulate"):
-            unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
-        if unused:
-            raise ValueError(f"--{unused[0].replace('_', '-')} says nothing without --model")
+    unused = [name for name, default in options.of_a_model.items() if getattr(options, name) != default]
+    if options.model is None and unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')} says nothing without --model")
 
 
 # -- a model on a machine ----------------------------------------------------------------------------------------------
 
 
-def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, Layout]:
+def read_workload(options: argparse.Namespace, inside: str = "none") -> tuple[ModelShape, Hardware, Layout]:
     model = load_model(options.model)
     profile = None if options.profile is None else Profile.load(options.profile)
     is_of_cpu = profile is not None and profile.device == "cpu"
     hardware = load_hardware(options.hardware or ("cpu-zen5" if is_of_cpu else "h100"))
     if profile is not None:
         hardware = ProfiledHardware.of(profile, hardware)
+    same = ("tensor", "context", "expert", "data", "lora", "frozen", "weight_bits")
     layout = Layout(
-        tensor=options.tensor,
-        context=options.context,
-        expert=options.expert,
-        data=options.data,
+        **{name: getattr(options, name) for name in same},
+        inside=inside,
         documents=tuple(options.documents) if options.documents else None,
         head_in_loss=not options.all_logits,
-        lora=options.lora,
-        frozen=options.frozen,
-        weight_bits=options.weight_bits,
     )
     return model, hardware, layout
 
@@ -152,20 +145,11 @@ def tokens_of(options: argparse.Namespace) -> int:
 
 def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Price:
     """Returns the seconds and bytes of the units of the model, in stages of balanced layers."""
-    model, hardware, layout = read_workload(options)
-    sizes, seq_len = options.sizes, tokens_of(options)
-    cost = CostModel.balanced(
-        model,
-        hardware,
-        num_ranks=num_ranks,
-        stages_per_rank=stages_per_rank,
-        seq_len=seq_len,
-        layout=replace(layout, inside=options.inside),
-    )
-    if num_segments == 1:  # the schedule runs whole micro-batches, whatever --sizes says
-        sizes = [seq_len]
-    if sizes is None:
-        sizes = cost.split(num_segments)
+    model, hardware, layout = read_workload(options, options.inside)
+    counts = {"num_ranks": num_ranks, "stages_per_rank": stages_per_rank, "seq_len": tokens_of(options)}
+    cost = CostModel.balanced(model, hardware, layout=layout, **counts)
+    # A schedule without segments runs whole micro-batches, whatever --sizes says.
+    sizes = cost.split(num_segments) if num_segments == 1 or options.sizes is None else options.sizes
     if len(sizes) != num_segments:
         raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
     return cost.price(sizes)
@@ -205,25 +189,25 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     counts: dict[str, Any] = {"num_ranks": options.ranks, "num_segments": segments, "stages_per_rank": stages}
     given: dict[str, Any] = dict(map(read_option, options.option))
     if "costs" in known.options and min(counts.values()) > 0:
-        given["costs"] = pass_costs(options, **counts)
+        if options.model is None:
+            weight = options.backward / 2 if options.weight is None else options.weight
+            passes: Any = (options.forward, max(options.backward - weight, 0.0), weight)
+            given["costs"] = [seconds / (stages * segments) for seconds in passes]
+        else:
+            given["costs"] = price_of(options, **counts).seconds[:3]  # of F, I and W
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
     changes: dict[str, Any] = {"recompute": options.recompute, "offload_units": moved}
     if options.parents is None or not known.has_segments:
         return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts, **changes)
-    trees = trees_of(options, segments)
-    counts["num_segments"] = [len(own) for own in trees]
-    return seq1f1b.build_schedule(name, num_microbatches=len(trees), options=given, parents=trees, **counts, **changes)
-
-
-def trees_of(options: argparse.Namespace, segments: int) -> list[list[int]]:
-    """Returns the parents of every micro-batch: --parents has a word for each micro-batch, or a single word for all."""
-    if options.model is not None or options.sizes is not None:
-        raise ValueError("--parents goes with seconds of F and B, not with --model or --sizes")
+    if options.model is not None:
+        raise ValueError("--parents goes with seconds of F and B, not with --model")
     trees = [list(range(-1, segments - 1)) if own is None else own for own in options.parents]
     if not trees:
         raise ValueError("--parents holds no word")
-    return trees * options.microbatches if len(trees) == 1 else trees
+    trees *= options.microbatches if len(trees) == 1 else 1
+    counts["num_segments"] = [len(own) for own in trees]
+    return seq1f1b.build_schedule(name, num_microbatches=len(trees), options=given, parents=trees, **counts, **changes)
 
 
 def read_schedule(name: str, num_segments: int) -> Schedule:
@@ -247,16 +231,6 @@ def read_option(text: str) -> tuple[str, int | str]:
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"--option {text}: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole")
     return name, int(value)
-
-
-def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Sequence[Any]:
-    """Returns the seconds of F, I and W, for families that build the order from costs."""
-    if options.model is not None:
-        seconds = price_of(options, num_ranks, num_segments, stages_per_rank).seconds
-        return seconds.forward, seconds.input, seconds.weight
-    weight = options.backward / 2 if options.weight is None else options.weight
-    parts = stages_per_rank * num_segments
-    return [seconds / parts for seconds in (options.forward, max(options.backward - weight, 0.0), weight)]
 
 
 def units_per_microbatch(schedule: Schedule) -> int:

@@ -6,8 +6,8 @@ are taken in float32 and rounded once.
 
 Each function launches one kernel of this package's library (kernels/cuda/sm80_attention_parts.cu), or several torch ops
 if the library was not built or lacks a kernel for the call. A kernel is checked at its first use on a device
-(proof.py). ``SEQ1F1B_CUDA_KERNELS=library`` uses torch's ops only; ``own``, for tests and benchmarks, uses the kernels
-without the check.
+(attention_proof.py). ``SEQ1F1B_CUDA_KERNELS=library`` uses torch's ops only; ``own``, for tests and benchmarks, uses
+the kernels without the check.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seq1f1b import proof
 from seq1f1b.device import kernel_library, kernel_tables
+from seq1f1b.device.attention_proof import REBUILD, Proofs, Use, apart, numbers
 from seq1f1b.device.kernel_tables import Operation
-from seq1f1b.proof import Use
 
 __all__: list[str] = []
 
@@ -103,9 +102,7 @@ def _run(
 
 # -- by kernels ------------------------------------------------------------------------------------------------------
 
-_proofs = proof.Proofs(
-    f"Torch's ops, which are slower, take its place there. {proof.REBUILD}", "the CUDA kernel attention_parts "
-)
+_proofs = Proofs(f"Torch's ops, which are slower, take its place there. {REBUILD}", "the CUDA kernel attention_parts ")
 
 
 def _operation(what: str, of_k: Tensor, of_v: Tensor) -> Operation | None:
@@ -189,16 +186,16 @@ def prove(operation: Operation, use: Use) -> None:
     Raises:
         AssertionError, RuntimeError, ...: the kernel is wrong, or does not run.
     """
-    batch, heads, rows, behind, numbers = 2, 3, 37, 3, proof.numbers()
+    batch, heads, rows, behind, drawn = 2, 3, 37, 3, numbers()
 
     def part(head_dim: int, dtype: torch.dtype, token_major: bool = False) -> Tensor:
         """Returns rows within a longer tensor."""
         sizes = (batch, rows + 2 * behind, heads) if token_major else (batch, heads, rows + 2 * behind)
-        memory = numbers(*sizes, head_dim).to(use.device, dtype)
+        memory = drawn(*sizes, head_dim).to(use.device, dtype)
         return (memory.transpose(1, 2) if token_major else memory)[:, :, behind:-behind]
 
     def lse(none: slice) -> Tensor:
-        found = numbers(batch, heads, rows).to(use.device) * 3
+        found = drawn(batch, heads, rows).to(use.device) * 3
         found[:, 1:, none] = float("-inf")
         return found
 
@@ -215,7 +212,7 @@ def prove(operation: Operation, use: Use) -> None:
             for i, (t, true) in enumerate(zip(got, truth, strict=True)):
                 _hold(f"{name}[{i}]{' that is stored' * store}", _memory(t), _memory(true))
 
-    with proof.apart(use.device):
+    with apart(use.device):
         dtype, sizes = use.dtype, (use.head_dim, use.v_head_dim)
         if use.kernel == "merge":
             parts, lses = (part(sizes[0], dtype, True), part(sizes[0], dtype)), (lse(slice(3, 6)), lse(slice(5, 9)))

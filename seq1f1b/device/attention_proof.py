@@ -1,9 +1,13 @@
-"""Small cases that check the two kernels of attention, and ways by torch's ops, at their first use (proof.py).
+"""Checks each of our kernels against float64 at its first use, on small cases.
 
-A case is a segment over a prefix, with ragged sizes: without options, with documents, with a window, and with all
-options of the kernels; or a segment at the end of a tree's path, with keys in two or three ranges. The reference is
-computed on the CPU, by matrix products in float64. A result may have twice the error of products whose intermediate
-results are rounded to 16 bits; tests/gpu uses this bound for larger cases. Memory around the results must not change.
+Nobody can test every GPU and compiler in advance. So a kernel must pass a check in the process before its use: once for
+each kernel, dtype, head size and device. A warning names each wrong kernel, and the process does not use the kernel
+again.
+
+A case of attention is a segment over a prefix, with ragged sizes: with documents, with a window and a soft cap, and
+with all options. The reference is computed on the CPU, by matrix products in float64. A result may have twice the error
+of products whose intermediate results are rounded to 16 bits; tests/gpu uses this bound for larger cases. Memory around
+the results must not change. ``attention_parts.py`` has the cases of its own kernels.
 """
 
 from __future__ import annotations
@@ -11,16 +15,108 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seq1f1b.device.attention_calls import PathRows
-from seq1f1b.proof import Use, apart, numbers
-
 __all__: list[str] = []
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Use(NamedTuple):
+    """A kernel in one use: every dtype, head size and device needs a check of its own."""
+
+    kernel: str
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        heads = self.head_dim if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
+        return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
+
+
+REBUILD = "Install seq1f1b again to build its kernels anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them"
+
+
+class Proofs:
+    """Results of the checks of a family of kernels in the process.
+
+    Args:
+        instead: end of the warning about a wrong kernel: the replacement, and the remedy.
+        family: beginning of the warning: text before the kernel's name.
+    """
+
+    PATIENCE = 10.0  # seconds to wait for another thread's check, which may itself wait for work of this thread
+
+    def __init__(self, instead: str, family: str = "") -> None:
+        self.instead, self.family = instead, family
+        self.lock = threading.Lock()
+        self.results: dict[Use, bool] = {}
+
+    def holds(self, use: Use, prove: Callable[[], None]) -> bool:
+        """Returns whether the kernel is right, after a check at the first call.
+
+        Returns False without a check while a CUDA graph is captured, or while another thread's check takes long; a
+        later call checks.
+
+        Args:
+            prove: raises if the kernel is wrong or does not run.
+        """
+        found = self.results.get(use)
+        if found is not None:
+            return found
+        if is_capturing() or not self.lock.acquire(timeout=self.PATIENCE):
+            return False
+        try:
+            if use not in self.results:
+                prove()
+                self.results[use] = True
+        except Exception as error:
+            self.results[use] = False
+            self._warn(use, error)
+        finally:
+            self.lock.release()
+        return self.results[use]
+
+    def _warn(self, use: Use, error: Exception) -> None:
+        name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(
+            f"{self.family}{use} failed its check on {use.device}, {name}: {first}. {self.instead}",
+            stacklevel=2,
+        )
+
+
+def is_capturing() -> bool:
+    """Returns whether a CUDA graph is being captured. A check must not run then: it waits for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Surrounds a check: no gradients, no autocast, and a new stream, as earlier work may wait for another rank."""
+    of_device = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), of_device:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+
+def numbers() -> Callable[..., Tensor]:
+    """Returns a function that makes random tensors of given sizes on the CPU: float32, equal in each process."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+
+
+# -- the cases of attention ------------------------------------------------------------------------------------------
 
 BATCH, HEADS, KV_HEADS, PREFIX, TOKENS, BEHIND = 2, 4, 2, 68, 70, 3
 KEYS = PREFIX + TOKENS  # keys and queries are a few more than whole tiles of the kernels
@@ -42,63 +138,23 @@ class Options(NamedTuple):
     softcap: float = 0.0
     scale: float | None = None
     store: bool = False  # False: a backward adds to sums
-    place: PathRows | None = None  # place of the keys in a tree; None: the first rows
-    prefix: int = PREFIX
-    logit: float = 0.0  # approximate logit of all pairs
-
-    @property
-    def keys(self) -> int:
-        return self.prefix + TOKENS
-
-    @property
-    def kept(self) -> int:
-        """Returns the number of keys with sums in dk and dv; the backward adds to these rows."""
-        return self.place.kept if self.place is not None else 0 if self.store else self.keys
 
 
 CASES = (
-    Options("a segment"),
-    Options("documents", has_documents=True, store=True),
-    Options("a window", window=45),
+    Options("documents", has_documents=True),
+    Options("a window and a soft cap", window=45, softcap=2.0),
     Options("documents, a window and a soft cap", True, 70, 2.0, 0.3, store=True),
 )
 
-DOCUMENT_CASES = (
-    CASES[1],
-    Options("documents that are added to", has_documents=True),
-    Options("documents and a window", True, 45, scale=0.3),
-    Options("documents and a window of one tile, stored", True, 64, store=True),
-)
-"""For what takes documents, and neither a soft cap nor calls without documents."""
 
-_PATH = (0, 25, 116), (25, KEYS, 2)
-_SIBLINGS = (0, 30, 75), (30, PREFIX, 5), (PREFIX, KEYS, 110)
-PATH_CASES = (
-    Options("a path of two ranges", place=PathRows(_PATH, (), kept=40)),
-    Options("a path of two ranges and a window", window=50, place=PathRows(_PATH, (), kept=10)),
-    Options("siblings over two ranges", place=PathRows(_SIBLINGS, (1, 40, 29), kept=PREFIX)),
-    Options("siblings over two ranges that are stored", scale=0.3, place=PathRows(_SIBLINGS, (40, 29, 1))),
-)
-"""For what takes the keys of a tree's path."""
-
-BARE_CASES = (
-    CASES[0],
-    Options("a segment behind 192 keys with logits near -100", prefix=192, logit=-100.0, store=True),
-    PATH_CASES[0],
-    PATH_CASES[2],
-)
-"""For what takes no options. Versions of cuDNN are known to fail with few heads of keys, with 64 keys behind whole
-tiles, and for small sums."""
-
-
-def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
+def prove(launch: Launch, use: Use) -> None:
     """Compares attention_forward or attention_backward with float64 on the small cases.
 
     Raises:
         AssertionError, RuntimeError, ...: the operation is wrong, or does not run.
     """
     with apart(use.device):
-        for options in cases:
+        for options in CASES:
             case = _Case(use, options)
             (_prove_forward if use.kernel == "attention_forward" else _prove_backward)(launch, case)
 
@@ -108,16 +164,10 @@ class _Rows(NamedTuple):
 
     memory: Tensor
     rows: Tensor
-    of_keys: Tensor | None = None  # indices of the rows with keys; None: all rows
 
     def holding(self, values: Tensor | float) -> _Rows:
-        of_keys = slice(None) if self.of_keys is None else self.of_keys
-        self.rows[:, :, of_keys] = torch.as_tensor(values, device="cpu").to(self.rows)
+        self.rows[:] = torch.as_tensor(values, device="cpu").to(self.rows)
         return self
-
-    def keys(self) -> Tensor:
-        """Returns the rows in the order of the keys."""
-        return self.rows if self.of_keys is None else self.rows[:, :, self.of_keys]
 
     def are_alone(self) -> bool:
         """Returns whether memory around the rows still is NaN. Fills the rows with NaN, too."""
@@ -130,11 +180,9 @@ class _Case:
     def __init__(self, use: Use, options: Options) -> None:
         self.use, self.options, self.numbers = use, options, numbers()
         self.q, self.dout = (self._numbers(HEADS, TOKENS, size) for size in use[2:4])
-        self.k, self.v = (self._numbers(KV_HEADS, options.keys, size) for size in use[2:4])
+        self.k, self.v = (self._numbers(KV_HEADS, KEYS, size) for size in use[2:4])
         self.scale = options.scale or use.head_dim**-0.5
-        shift = math.sqrt(abs(options.logit) / (self.scale * use.head_dim))
-        self.q, self.k = self.q + shift, self.k + math.copysign(shift, options.logit)
-        self.docs = torch.zeros(BATCH, options.keys, dtype=torch.int32, device="cpu")
+        self.docs = torch.zeros(BATCH, KEYS, dtype=torch.int32, device="cpu")
         for row, starts in zip(self.docs, DOCUMENTS if options.has_documents else (), strict=False):
             for start in starts:
                 row[start:] = start
@@ -145,13 +193,10 @@ class _Case:
     @functools.cached_property
     def hidden(self) -> Tensor:
         """Returns the mask of hidden pairs, (batch, 1, 1, queries, keys)."""
-        prefix, position = self.options.prefix, torch.arange(self.options.keys, device="cpu")
-        distance = position[prefix:, None] - position
-        hidden = (distance < 0) | (distance >= (self.options.window or self.options.keys))
-        other = self.docs[:, prefix:, None] != self.docs[:, None, :]
-        parts = self.options.place.parts if self.options.place is not None else ()
-        for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=prefix)):
-            hidden[begin - prefix : end - prefix, prefix:begin] = True  # keys of earlier siblings
+        position = torch.arange(KEYS, device="cpu")
+        distance = position[PREFIX:, None] - position
+        hidden = (distance < 0) | (distance >= (self.options.window or KEYS))
+        other = self.docs[:, PREFIX:, None] != self.docs[:, None, :]
         return (hidden | other)[:, None, None]
 
     def results(self, wide: torch.dtype, rounded: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -195,12 +240,8 @@ class _Case:
 
     def slab(self, values: Tensor, dtype: torch.dtype) -> _Rows:
         """Returns the rows of all keys in a longer slab."""
-        place = self.options.place
-        ranges = ((0, self.options.keys, 0),) if place is None else place.ranges
-        num_rows = max(row + end - begin for begin, end, row in ranges)
-        memory = self._memory(dtype, BATCH, KV_HEADS, num_rows + BEHIND, values.shape[3])
-        rows = torch.cat([torch.arange(row, row + end - begin, device=memory.device) for begin, end, row in ranges])
-        return _Rows(memory, memory[:, :, :num_rows], None if place is None else rows).holding(values)
+        memory = self._memory(dtype, BATCH, KV_HEADS, KEYS + BEHIND, values.shape[3])
+        return _Rows(memory, memory[:, :, :KEYS]).holding(values)
 
     def lse(self, values: Tensor | float = math.nan) -> _Rows:
         count = BATCH * HEADS * TOKENS
@@ -212,8 +253,6 @@ class _Case:
 
     def launch(self, launch: Launch, out: Tensor, lse: Tensor, **of_backward: Any) -> None:
         docs = self.docs.to(self.use.device) if self.options.has_documents else self.docs[:, :0]
-        if self.options.place is not None:
-            of_backward["place"] = self.options.place
         launch(
             self.queries(self.q).rows, self.slab(self.k, self.use.dtype).rows, self.slab(self.v, self.use.dtype).rows,
             out, lse,
@@ -249,23 +288,22 @@ def _prove_forward(launch: Launch, case: _Case) -> None:
 
 
 def _prove_backward(launch: Launch, case: _Case) -> None:
-    kept, dtype = case.options.kept, case.use.dtype
+    store, dtype = case.options.store, case.use.dtype
     (out, lse, *truths), (_, _, *in_16_bits) = case.truth(), case.in_16_bits()
     dq, own = case.for_results(case.q), [case.for_results(like) for like in (case.k, case.v)]
-    before = [case.numbers(*like.shape) for like in (case.k, case.v)]
-    for values in before:
-        values[:, :, kept:] = float("nan")
+    empty = functools.partial(torch.full, fill_value=math.nan, device="cpu")
+    before = [empty(t.shape) if store else case.numbers(*t.shape) for t in (case.k, case.v)]
     sums = [case.slab(values, torch.float32) for values in before]
     case.launch(
         launch, case.queries(out).rows, case.lse(lse).rows, dout=case.queries(case.dout).rows, dq=dq.rows,
-        dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=kept == 0,
+        dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=store,
     )  # fmt: skip
     case.hold("dq", dq.rows, truths[0], in_16_bits[0])
     case.hold_around("dq", dq)
     for i, (name, slab, of_own) in enumerate(zip(("dk", "dv"), sums, own, strict=True)):
         added = before[i].nan_to_num(0.0)
         truth, peer = (added + of[1 + i] for of in (truths, in_16_bits))
-        got = torch.cat([slab.keys()[:, :, : case.options.prefix], of_own.rows.float()], 2)
+        got = torch.cat([slab.rows[:, :, :PREFIX], of_own.rows.float()], 2)
         case.hold(name, got, truth, peer.to(dtype))
         case.hold_around(name, slab)
         case.hold_around(f"the segment's {name}", of_own)

@@ -3,11 +3,17 @@
 A forward takes q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values) and lse
 (batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv or stores there, and returns dq and
 the own tokens' dk and dv. ``Options.place`` gives the rows of keys and values, up to the last query's token.
+
+An op takes contiguous keys, and masks backwards from the last query and key or not at all. Attention of a segment is
+therefore cut into calls over its own keys and calls over ranges of earlier keys. In a chain, the keys of a sequence lie
+in the first rows of a slab. In a tree, the keys of a path lie in several ranges of rows (:class:`PathRows`), and each
+sibling in a shared segment has its own keys.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,12 +21,130 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b.device import attention_calls, attention_parts, attention_sequences, kernel_library
-from seq1f1b.device.attention_calls import Call, PathRows, calls_of, chain
-from seq1f1b.device.attention_sequences import Gradients
-from seq1f1b.device.document_layout import DocumentLayout, RowDocuments
+from seq1f1b.device import attention_parts, kernel_library
 
 __all__: list[str] = []
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of queries, keys and values."""
+
+# -- calls: some queries over one range of keys ----------------------------------------------------------------------
+
+MOST_REMEMBERED = 1024
+"""Shapes for which calls are remembered: with documents of every length few come twice."""
+
+
+class Call(NamedTuple):
+    """Some of the queries over one range of keys."""
+
+    begin: int  # the range's first key, counted along the path
+    size: int  # keys of the range
+    row: int  # the first key's row in the slabs
+    first: int  # the first query, within the segment
+    num_queries: int
+    comes_first: bool  # whether no earlier call writes to this range of dk and dv
+    is_own: bool  # whether the range ends with the queries' own keys, all of them
+
+
+class PathRows(NamedTuple):
+    """The rows of a path's keys, and the siblings in its last segment."""
+
+    ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the first key's row, in order
+    parts: tuple[int, ...] = ()  # tokens of each sibling in a shared segment, in order; empty: no siblings
+    kept: int = 0  # leading keys with gradients in dk and dv: a backward adds to their rows, and stores the other rows
+
+    @property
+    def end(self) -> int:
+        return self.ranges[-1][1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Returns whether the keys lie in the first rows, and a backward adds to all of them or stores all."""
+        return not self.parts and self.ranges == ((0, self.end, 0),) and self.kept in (0, self.end)
+
+    def row(self, key: int) -> int:
+        """Returns the row of a key in the last range."""
+        begin, _, row = self.ranges[-1]
+        return row + key - begin
+
+    def rows_between(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """Returns contiguous pieces of the keys from ``begin`` to ``end``: first key, row and number of keys."""
+        cut = [(max(begin, first), min(end, stop), first, row) for first, stop, row in self.ranges]
+        return [(lo, row + lo - first, hi - lo) for lo, hi, first, row in cut if lo < hi]
+
+
+def chain(num_keys: int, store: bool = False) -> PathRows:
+    """Returns the place of a chain's keys. ``store``: dk and dv hold no values yet."""
+    return PathRows(((0, num_keys, 0),), (), 0 if store else num_keys)
+
+
+@functools.lru_cache(maxsize=MOST_REMEMBERED)
+def calls_of(way: str, place: PathRows, tokens: int, window: int, longest: int, is_backward: bool) -> tuple[Call, ...]:
+    """Returns the calls of a segment's forward or backward; calls over own keys come first.
+
+    The keys of a call lie in one range of rows, and its gradients are all added or all stored. In a forward by flash,
+    keys right before the own keys join the call over own keys, unless siblings share the segment. cuDNN masks from the
+    first key on and gets two calls. Each sibling in the segment has calls over its own keys.
+
+    Args:
+        longest: most keys of a call before the own keys; by the plain way, most keys of any call.
+    """
+    is_plain, offset = way == "plain", place.end - tokens
+    start = max(0, offset - window + 1) if window else 0  # the first visible key
+    joins = way == "flash" and not is_backward and not place.parts
+    lead = offset - max(start, place.ranges[-1][0]) if joins else 0
+    own: list[Call] = []
+    before: list[Call] = []
+    for lo, hi in ((start, min(place.kept, offset - lead)), (max(start, place.kept), offset - lead)):
+        for key, row, size in place.rows_between(lo, hi):
+            for begin, stop in _bounds(key, key + size, longest, way):
+                before += _calls(begin, stop, row + begin - key, offset, place.end, window, False, is_plain)
+    for first, end in itertools.pairwise(itertools.accumulate(place.parts or (tokens,), initial=offset)):
+        for begin, stop in _bounds(first, end, longest, way) if is_plain else ((first - lead, end),):
+            calls = _calls(begin, stop, place.row(begin), first, end, window, not is_plain, is_plain)
+            own += [call._replace(first=call.first + first - offset) for call in calls]
+    return (*own, *before)
+
+
+def _bounds(start: int, limit: int, longest: int, way: str) -> list[tuple[int, int]]:
+    """Returns begins and ends of ranges of at most ``longest`` keys."""
+    found = []
+    for begin in range(start, limit, longest):
+        stop = min(begin + longest, limit)
+        # cuDNN's backward on Hopper returns NaN for 128 n + 64 keys (cudnn-frontend#628): two halves avoid this size.
+        cuts = [(begin + stop) // 2] if way == "cudnn" and (stop - begin) % 128 == 64 else []
+        found += list(itertools.pairwise([begin, *cuts, stop]))
+    return found
+
+
+def _calls(
+    begin: int, stop: int, row: int, offset: int, end: int, window: int, is_own: bool, is_plain: bool
+) -> list[Call]:
+    """Returns one or two calls over a range of keys, for queries from ``offset`` to ``end``."""
+    # With a window, torch's flash ops allow one more query than keys at most: with more queries, they hide keys of the
+    # first queries, whatever the window's right side. Queries that see the whole range then get a call without window.
+    calls, size = [], stop - begin
+    first, last = max(begin, offset), min(end, stop + window - 1) if window else end
+    is_split = window and not is_plain and last - first > size + 1 and begin + window < last
+    if is_split:
+        calls.append(Call(begin, size, row, first - offset, begin + window - first, True, is_own))
+        first = begin + window
+    calls.append(Call(begin, size, row, first - offset, last - first, not is_split, is_own))
+    return calls
+
+
+@functools.lru_cache(maxsize=MOST_REMEMBERED)
+def how_to_add(calls: tuple[Call, ...], tokens: int, most_parts: int) -> str:
+    """Returns how to add up the calls' parts of dq: "total" in one launch, "in place" in the first call's part, or
+    "wide", one by one in float32."""
+    if len(calls) <= most_parts and all(call.num_queries == tokens for call in calls):
+        return "total"
+    rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])
+    is_one_each = all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
+    return "in place" if calls[0].is_own and calls[0].num_queries == tokens and is_one_each else "wide"
+
+
+# -- what a way is given ---------------------------------------------------------------------------------------------
 
 MOST_MERGED = 4
 """A forward merges this many results at most two by two. Each merge rounds: the error of three is that of attention by
@@ -38,7 +162,6 @@ class Options(NamedTuple):
     window: int
     softcap: float
     place: PathRows = chain(0)  # place of the keys
-    layout: DocumentLayout | None = None  # layout of the documents, for the way "documents"
     longest: int = 0  # most keys of a call before the own keys: see calls_of
 
 
@@ -154,7 +277,7 @@ def gradients_over(calls: tuple[Call, ...], place: PathRows, given: BackwardArgu
     for the last time and not written, because earlier segments see none of them.
     """
     q, dk, dv, tokens = given.q, given.dk, given.dv, given.q.shape[2]
-    how = attention_calls.how_to_add(calls, tokens, attention_parts.MOST_PARTS)
+    how = how_to_add(calls, tokens, attention_parts.MOST_PARTS)
     for _, row, size in place.rows_between(place.kept, min(call.begin for call in calls)):
         dk.narrow(2, row, size).zero_()  # rows outside the window, without values yet
         dv.narrow(2, row, size).zero_()
@@ -227,67 +350,52 @@ def own_backward(given: BackwardArguments) -> Gradients:
 
 
 def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            q, aligned(keys), aligned(values), None, True, 0.0, call.is_own, False, scale=options.scale
-        )
-        return found[0], found[1].view(q.shape[:3])
-
-    return _forward_by("cudnn", op, q, keys, values, options)
-
-
-def _forward_by(
-    way: str, op: Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, keys: Tensor,
-    values: Tensor, options: Options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Runs a forward by cuDNN's or flash's op; flash computes the own keys of siblings for both."""
-    place, q, v_head_dim = options.place, aligned(q), values.shape[3]
+    q = aligned(q)
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if place.parts and call.is_own:
-            out, lse = attention_sequences.siblings_forward(place.parts, options.scale, *of_one_size(q, keys, values))
-        else:
-            out, lse = op(call, q, keys, values)
-        return _cut(out, v_head_dim), lse
+        (queries,) = _rows_of(call, q)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            queries, aligned(keys), aligned(values), None, True, 0.0, call.is_own, False, scale=options.scale
+        )
+        return found[0], found[1].view(queries.shape[:3])
 
-    calls = calls_of(way, place, q.shape[2], options.window, options.longest, False)
-    return over_keys(calls, q, keys, values, part)
+    return over_keys(calls_of("cudnn", options.place, q.shape[2], 0, options.longest, False), q, keys, values, part)
 
 
 def cudnn_backward(given: BackwardArguments) -> Gradients:
-    options, place, tokens = given.options, given.options.place, given.q.shape[2]
-    dout, q, out, lse = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse.contiguous()
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
+    options = given.options
+    tensors = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse
+    unused = torch.empty((), dtype=torch.int64, device=given.q.device)  # state of dropout
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        if place.parts and call.is_own:
-            of_all = [t.transpose(1, 2) for t in of_one_size(dout, q, keys, values, out)]
-            return attention_sequences.siblings_backward(place.parts, lse, options.scale, *of_all)
+        dout, q, out, lse = _rows_of(call, *tensors)
         found: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout, q, aligned(keys), aligned(values), out, lse.unsqueeze(3), unused, unused, None, None, None, tokens,
-            call.size, 0.0, call.is_own, scale=options.scale,
+            dout, q, aligned(keys), aligned(values), out, lse.contiguous().unsqueeze(3), unused, unused, None, None,
+            None, call.num_queries, call.size, 0.0, call.is_own, scale=options.scale,
         )  # fmt: skip
         return found
 
-    return gradients_over(calls_of("cudnn", place, tokens, 0, options.longest, True), place, given, part)
+    calls = calls_of("cudnn", options.place, given.q.shape[2], 0, options.longest, True)
+    return gradients_over(calls, options.place, given, part)
 
 
 # -- flash -----------------------------------------------------------------------------------------------------------
 
 
 def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    offset = options.place.end - q.shape[2]
+    offset, q = options.place.end - q.shape[2], aligned(q)
 
-    def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         tensors = of_one_size(*_rows_of(call, q), keys, values)
         is_causal, left, right = _mask_of(call, offset, options.window)
         found = torch.ops.aten._flash_attention_forward.default(
             *[t.transpose(1, 2) for t in tensors], None, None, call.num_queries, call.size, 0.0, is_causal, False,
             scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return found[0].transpose(1, 2), found[1]
+        return _cut(found[0].transpose(1, 2), values.shape[3]), found[1]
 
-    return _forward_by("flash", op, q, keys, values, options)
+    calls = calls_of("flash", options.place, q.shape[2], options.window, options.longest, False)
+    return over_keys(calls, q, keys, values, part)
 
 
 def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, int | None]:
@@ -298,33 +406,14 @@ def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, in
     return (behind == 0, window - 1 - behind, behind) if hides else (behind == 0, None, None)
 
 
-OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
-"""dq, dk and dv from dout, q, keys, values and out, all of the segment, as flash takes them."""
-
-
 def flash_backward(given: BackwardArguments) -> Gradients:
     options, place = given.options, given.options.place
-    own = None
-    if place.parts:
-        own = functools.partial(
-            attention_sequences.siblings_backward, place.parts, given.lse.contiguous(), options.scale
-        )
-    calls = calls_of("flash", place, given.q.shape[2], options.window, options.longest, True)
-    return _flash_gradients(given, calls, place, own)
-
-
-def _flash_gradients(
-    given: BackwardArguments, calls: tuple[Call, ...], place: PathRows, own: OwnPart | None
-) -> Gradients:
-    options = given.options  # ``own`` replaces the call over the segment's own keys
     dout, q, out = (t.transpose(1, 2) for t in of_one_size(given.dout, given.q, given.out))
     offset = place.end - q.shape[1]
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
         keys, values = (t.transpose(1, 2) for t in of_one_size(keys, values))
-        if own is not None and call.is_own:
-            return own(dout, q, keys, values, out)
         of_dout, of_q, of_out = _rows_of(call, dout, q, out, dim=1)
         is_causal, left, right = _mask_of(call, offset, options.window)
         found = torch.ops.aten._flash_attention_backward.default(
@@ -335,63 +424,8 @@ def _flash_gradients(
         dq, dk, dv = (t.transpose(1, 2) for t in found)
         return dq, dk, dv
 
+    calls = calls_of("flash", place, given.q.shape[2], options.window, options.longest, True)
     return gradients_over(calls, place, given, part)
-
-
-# -- documents by flash: sequences of different lengths in one call --------------------------------------------------
-
-
-def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    layout, rows = options.layout, []
-    assert layout is not None
-    # One call computes a row, without a merge: keys of the first document begin in an earlier segment, or with the
-    # window, and every other document has as many keys as queries.
-    for index, row in enumerate(layout.rows):
-        start = _first_key_of(row, layout.offset, options.window)
-        before, size = layout.offset - start, keys.shape[2] - start
-        queries, *of_keys = (t.narrow(0, index, 1) for t in (q, keys, values))
-        tensors = of_one_size(queries, *[t.narrow(2, start, size) for t in of_keys])
-        rows.append(attention_sequences.forward(
-            tensors, row.bounds, row.key_bounds(before), row.longest, before + row.num_first, options.scale,
-            options.window,
-        ))  # fmt: skip
-    out, lse = attention_sequences.results_of(rows)
-    return _cut(out, values.shape[3]), lse
-
-
-def documents_backward(given: BackwardArguments) -> Gradients:
-    # One call covers the segment's own keys: documents with as many keys as queries. Only the first document has keys
-    # before the segment, and further calls cover these keys by ranges, as in flash_backward.
-    options = given.options
-    assert options.layout is not None
-    found = []
-    for index, row in enumerate(options.layout.rows):
-        dout, q, keys, values, out, lse, dk, dv = (t.narrow(0, index, 1) for t in (*given[:6], given.dk, given.dv))
-        of_row = BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv)
-        found.append(_document_gradients(row, options.layout.offset, of_row))
-    return attention_sequences.gradients_of(found)
-
-
-def _document_gradients(row: RowDocuments, offset: int, given: BackwardArguments) -> Gradients:
-    """Returns the gradients of a row: own keys for all queries, earlier keys for the first document's queries."""
-    options, place, tokens, lse = given.options, given.options.place, given.q.shape[2], given.lse[0].contiguous()
-    start, end = _first_key_of(row, offset, options.window), offset + row.num_first
-    first = PathRows(((start, end, start),), (), place.kept)
-    own_call, *before = calls_of("flash", first, row.num_first, options.window, options.longest, True)
-
-    def own(*tensors: Tensor) -> Gradients:
-        return attention_sequences.backward(
-            [t[0] for t in tensors], lse, row.bounds, row.longest, options.scale, options.window
-        )
-
-    calls = own_call._replace(size=tokens, num_queries=tokens), *before
-    return _flash_gradients(given, calls, place, own)
-
-
-def _first_key_of(row: RowDocuments, offset: int, window: int) -> int:
-    """Returns the first key visible to the segment's first query."""
-    start = min(row.start, offset)
-    return max(start, offset - window + 1) if window else start
 
 
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
@@ -470,6 +504,5 @@ ATTENTION_WAYS = {
     "own": Way(own_forward, own_backward),
     "cudnn": Way(cudnn_forward, cudnn_backward),
     "flash": Way(flash_forward, flash_backward),
-    "documents": Way(documents_forward, documents_backward),
     "plain": Way(plain_forward, plain_backward),
 }

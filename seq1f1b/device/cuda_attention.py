@@ -2,22 +2,20 @@
 
 These functions implement this package's ops for CUDA; the CPU has C code. ``way`` chooses a way of attention_ways.py:
 
-    own        bfloat16 and float16, head_dim 64 or 128, with documents or a soft cap and without ALiBi: this package's
-               kernels (kernel_library.py)
-    cudnn      as flash, without a window, on Hopper and data-centre Blackwell: cuDNN's attention, for shapes frequent
-               enough to pay for a plan (``OFTEN``); flash runs the first passes of a shape
-    flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    documents  as flash, with documents that own does not take: flash's ops over sequences of different lengths
-    plain      all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, a soft cap or documents without a
-               way above, other heads): matrix products over ranges of keys, up to 200 times slower, in bounded memory
+    own     bfloat16 and float16, head_dim 64 or 128, with documents or a soft cap and without ALiBi: this package's
+            kernels (kernel_library.py)
+    cudnn   as flash, without a window, on Hopper: cuDNN's attention, for shapes frequent enough to pay for a plan
+            (``OFTEN``); flash runs the first passes of a shape
+    flash   bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
+    plain   all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, other heads, a soft cap or documents
+            that own does not take): matrix products over ranges of keys, up to 200 times slower, in bounded memory
 
-Our kernels, cuDNN, documents, and flash over the keys of a tree are checked on the device before their first use in
-each dtype and head size (attention_proof.py); after a failure the next way is used. No GPU has run documents and trees
-by flash, nor this check of cuDNN, yet.
+Our kernels are checked on the device before their first use in each dtype and head size (attention_proof.py); after a
+failure the next way is used. No GPU has run trees yet.
 
 Heads of v may differ in size from heads of q and k. The plain way takes all sizes, and cuDNN the sizes that it reports
-(including 192 and 128 of latent attention, not yet run on a GPU). Flash and documents pad the narrower heads with
-zeros; own does not take different sizes.
+(including 192 and 128 of latent attention, not yet run on a GPU). Flash pads the narrower heads with zeros; own takes
+one size alone.
 
 cuDNN masks from the first key on, so its forward merges a call over the segment's own keys with a call over earlier
 keys. Backward runs over ranges of keys: the result is exact, because the sums over all keys (``lse``) and ``out`` are
@@ -27,9 +25,8 @@ attention_parts.py has the launches for merges and sums. Sinks are applied outsi
 end of a forward, and a backward needs no more than these two.
 
 In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. Each call covers
-one range before the segment, or own keys: for cuDNN and flash, flash computes the own keys of all siblings in one call,
-and plain uses one call for each sibling. The results are merged. Documents and own take no trees, because our kernels
-always hide keys behind a call's queries.
+one range before the segment, or the own keys of a sibling, and the results are merged. Own takes no trees, because our
+kernels always hide keys behind a call's queries.
 
 tests/gpu compares all ways with float64 on a GPU; an H200 and an H100 have run these tests (benchmarks/results). The
 other tests run the code on the CPU, with stand-ins for the aten ops; torch's dispatcher checks their schemas.
@@ -39,17 +36,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seq1f1b import _C, proof
-from seq1f1b.device import attention_calls, attention_parts, attention_proof, document_layout, kernel_library
-from seq1f1b.device.attention_calls import PathRows, chain
-from seq1f1b.device.attention_ways import ATTENTION_WAYS, BackwardArguments, Options, Way, token_major
+from seq1f1b import _C
+from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device.attention_proof import DTYPES
+from seq1f1b.device.attention_ways import (
+    ATTENTION_WAYS,
+    MOST_REMEMBERED,
+    BackwardArguments,
+    Options,
+    PathRows,
+    Way,
+    calls_of,
+    chain,
+    token_major,
+)
 
 __all__ = ["Options"]
 
@@ -194,146 +200,61 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
-def way(
-    q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward", *, in_pieces: bool = False
-) -> str:
-    """Returns the name of the way for a call. "cudnn" stands for flash until the shape has come often.
-
-    Args:
-        in_pieces: whether the tokens of a document are known not to be contiguous.
-    """
-    sizes, has_docs, is_chain = (q.shape[3], v_head_dim), options.docs.numel() > 0, options.place.is_chain
-    if q.dtype not in proof.DTYPES or options.slopes.numel() or not _has_flash(q.device):
+def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward") -> str:
+    """Returns the name of the way for a call. "cudnn" stands for flash until the shape has come often."""
+    sizes, is_chain = (q.shape[3], v_head_dim), options.place.is_chain
+    if q.dtype not in DTYPES or options.slopes.numel() or not _has_flash(q.device):
         return "plain"
-    fits_own = is_chain and q.shape[3] == v_head_dim and options.scale > 0
-    is_ours = has_docs or options.softcap or kernel_library.preference() == "own"
+    needs_own, fits_own = options.docs.numel() or options.softcap, is_chain and options.scale > 0
+    is_ours = q.shape[3] == v_head_dim and (needs_own or kernel_library.preference() == "own")
     if fits_own and is_ours and kernel_library.choose(operation, q):
         return "own"
-    if options.softcap or max(sizes) % 8:
-        found = "plain"
-    elif has_docs:
-        found = "documents" if is_chain and not in_pieces and _is_proven("documents", q, v_head_dim) else "plain"
-    elif not is_chain and not _is_proven("flash", q, v_head_dim):
-        found = "plain"
-    elif not options.window and min(sizes) % 8 == 0 and _has_cudnn(q.device) and _is_proven("cudnn", q, v_head_dim):
-        found = "cudnn"
-    else:
-        found = "flash"
-    if found == "plain" and fits_own:
-        kernel_library.warn_of_products(operation, q)
-    return found
+    if needs_own or max(sizes) % 8:
+        if fits_own and needs_own:
+            kernel_library.warn_of_products(operation, q, v_head_dim)
+        return "plain"
+    return "cudnn" if not options.window and min(sizes) % 8 == 0 and _has_cudnn(q.device, q.dtype, *sizes) else "flash"
 
 
 def _has_flash(device: torch.device) -> bool:
     return device.type != "cuda" or (kernel_library.can_run(device) and not torch.version.hip)  # HIP: other kernels
 
 
-def _has_cudnn(device: torch.device) -> bool:
-    """Returns whether cuDNN's attention may run. Its backward adds up dQ in any order, without a deterministic mode."""
+def _has_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Returns whether cuDNN's attention takes heads of these sizes on the device, on Hopper alone: with few heads of
+    keys, versions of cuDNN are wrong on B200 (pytorch#193893).
+
+    cuDNN's backward adds up dQ in any order, and has no deterministic mode.
+    """
     if device.type != "cuda" or torch.version.hip or torch.are_deterministic_algorithms_enabled():
         return False
     is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call] # torch's has no types
     version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch's has no types
-    return is_enabled and kernel_library.capability(device)[0] in (9, 10) and _is_new(version or 0)
+    is_right = kernel_library.capability(device)[0] == 9 and (version or 0) >= OLDEST_CUDNN
+    return is_enabled and is_right and _cudnn_takes(device, dtype, head_dim, v_head_dim)
 
 
 @functools.cache
-def _is_new(version: int) -> bool:
-    """Returns whether cuDNN is new enough; warns once if not."""
-    if version < OLDEST_CUDNN:
-        warnings.warn(
-            f"attention goes by torch's flash ops, which are slower: cuDNN must be {OLDEST_CUDNN} or newer, because "
-            f"older versions read beyond the queries, and is {version}; install torch 2.11 or later, which brings a "
-            "newer cuDNN, or call torch.backends.cuda.enable_cudnn_sdp(False) to do without this warning",
-            stacklevel=2,
-        )
-    return version >= OLDEST_CUDNN
+def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Returns whether torch hands heads of these sizes to cuDNN."""
+    sizes = (2, head_dim), (1, head_dim), (1, v_head_dim)
+    q, k, v = (torch.empty(1, heads, 128, size, dtype=dtype, device=device) for heads, size in sizes)
+    return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True))
 
 
 def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: PathRows, longest: int) -> bool:
     """Counts a pass of a shape; returns whether the shape has come often. cuDNN takes no call of one query or key."""
-    calls = attention_calls.calls_of("cudnn", place, q.shape[2], 0, longest, operation == "attention_backward")
-    sizes = tuple([call.size for call in calls])
-    if min(q.shape[2], *sizes) == 1:
+    calls = calls_of("cudnn", place, q.shape[2], 0, longest, operation == "attention_backward")
+    sizes = tuple([(call.num_queries, call.size) for call in calls])
+    if min(map(min, sizes)) == 1:
         return False
     layout = q.shape, q.stride(), keys.shape[1], keys.stride(), values.shape[3]
     return next(_passes(operation, q.dtype, q.device, layout, sizes)) >= OFTEN
 
 
-@functools.lru_cache(maxsize=attention_calls.MOST_REMEMBERED)
+@functools.lru_cache(maxsize=MOST_REMEMBERED)
 def _passes(*shape: Any) -> Iterator[int]:
     return itertools.count()
-
-
-# -- the check at the first use --------------------------------------------------------------------------------------
-
-_CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs]] = {
-    "cudnn": ("cuDNN's attention", attention_proof.BARE_CASES, proof.Proofs(
-        "Torch's flash ops take its place there. torch.backends.cuda.enable_cudnn_sdp(False) does without it and this "
-        "check",
-    )),
-    "flash": ("attention over the keys of a tree's path by torch's flash ops", attention_proof.PATH_CASES, proof.Proofs(
-        "Matrix products, up to 200 times slower, take its place there. Trees cost more time there, and are right",
-    )),
-    "documents": ("attention over documents by torch's flash ops", attention_proof.DOCUMENT_CASES, proof.Proofs(
-        "Matrix products, up to 200 times slower, take its place there. Install seq1f1b with nvcc and SEQ1F1B_CUDA=1 "
-        "to have its kernels, which take documents too",
-    )),
-}  # fmt: skip
-"""The check of a way: its name, its cases, and its results so far."""
-
-
-def _is_proven(name: str, q: Tensor, v_head_dim: int) -> bool:
-    if q.device.type != "cuda":  # in tests, with their own comparison to float64
-        return True
-    what, _, proofs = _CHECKED[name]
-    use = proof.Use(what, q.dtype, q.shape[3], v_head_dim, q.device)
-    if name == "cudnn" and not _cudnn_takes(use):
-        return False
-    return proofs.holds(use, functools.partial(prove, name, use))
-
-
-@functools.cache
-def _cudnn_takes(use: proof.Use) -> bool:
-    """Returns whether torch hands heads of these sizes to cuDNN."""
-    sizes = (2, use.head_dim), (1, use.head_dim), (1, use.v_head_dim)
-    q, k, v = (torch.empty(1, heads, 128, size, dtype=use.dtype, device=use.device) for heads, size in sizes)
-    return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True))
-
-
-def prove(name: str, use: proof.Use) -> None:
-    """Runs a way forward and backward on its small cases.
-
-    Raises:
-        AssertionError, RuntimeError, ...: the way is wrong, or does not run.
-    """
-    for operation in kernel_library.ATTENTION:
-        launch = functools.partial(_launch, ATTENTION_WAYS[name])
-        attention_proof.prove(launch, use._replace(kernel=operation), _CHECKED[name][1])
-
-
-def _launch(
-    by: Way, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int, softcap: float,
-    docs: Tensor, place: PathRows | None = None, store: bool = False, dout: Tensor | None = None,
-    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, own_dk: Tensor | None = None,
-    own_dv: Tensor | None = None, **_: object,
-) -> None:  # fmt: skip
-    """Runs a way with the arguments of kernel_library.launch_attention; documents get short ranges of keys."""
-    tokens, num_keys, none = q.shape[2], k.shape[2], q.new_empty(0)
-    layout = document_layout.read(docs, tokens) if docs.numel() else None
-    options = Options(
-        docs, none, docs[:, docs.shape[1] - tokens :], none, scale, window, softcap, place or chain(num_keys, store),
-        layout, 40 if docs.numel() else num_keys,
-    )  # fmt: skip
-    results: tuple[Tensor | None, ...]
-    found: tuple[Tensor, ...]
-    if dout is None or dk is None or dv is None:
-        results, found = (out, lse), by.forward(q, k, v, options)
-    else:
-        results, found = (dq, own_dk, own_dv), by.backward(BackwardArguments(dout, q, k, v, out, lse, options, dk, dv))
-    for to, got in zip(results, found, strict=True):
-        assert to is not None
-        to.copy_(got)
 
 
 # -- forward and backward over the rows of a cache -------------------------------------------------------------------
@@ -378,19 +299,15 @@ def _backward(
 
 
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
-    """Returns the way of a call, and the options with the layout and the range of keys for it."""
-    layout, v_head_dim, longest = None, values.shape[3], options.place.end
-    name = way(q, v_head_dim, options, operation)
-    if name == "documents":
-        layout = document_layout.layout_of(options.docs, options.key_docs)
-        name = name if layout is not None else way(q, v_head_dim, options, operation, in_pieces=True)
+    """Returns the way of a call, and the options with the range of keys for it."""
+    name, longest = way(q, values.shape[3], options, operation), options.place.end
     if name == "plain":
         longest = max(16, PLAIN_LOGITS // q.shape[:3].numel())
     elif operation == "attention_backward":
         longest = _key_range(q, values)
     if name == "cudnn" and not _comes_often(operation, q, keys, values, options.place, longest):
         name = "flash"
-    return ATTENTION_WAYS[name], options._replace(layout=layout, longest=longest)
+    return ATTENTION_WAYS[name], options._replace(longest=longest)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

@@ -23,7 +23,6 @@ from seq1f1b.device import kernel_library
 from seq1f1b.placement import compute_stream, through_host
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
-from seq1f1b.transport.restart import QUEUES
 
 __all__: list[str] = []
 
@@ -74,30 +73,12 @@ EDGE_WAYS = (COPIES, NCCL)
 """In the order in which ``transport="auto"`` tries them."""
 
 
-def _warn_of_few_queues(num_streams: int) -> None:
-    # Streams in one hardware queue wait for each other: correct, because receives are ordered accordingly, but slow.
-    queues = os.environ.get(QUEUES) or "8"  # CUDA's default
-    if queues.isdigit() and int(queues) < num_streams + 2:  # torch has a stream for units and a stream for copies
-        warnings.warn(
-            f"{QUEUES} is {queues}: the {num_streams} streams of this rank's edges share hardware "
-            "queues with its units and wait for them; let it be 32 when CUDA starts, as init_process_group does",
-            stacklevel=2,
-        )
-
-
-def _warn_of_gpus(gpus: Sequence[str], num_visible: int) -> None:
-    """Warns of ranks that share a GPU although several GPUs are visible, and of different kinds of GPUs.
+def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
+    """Warns of ranks that share a GPU although several GPUs are visible.
 
     Args:
-        gpus: each rank's GPU: kind, space and identifier.
+        gpus: identifiers of the ranks' GPUs.
     """
-    kinds = sorted({gpu.rpartition(" ")[0] for gpu in gpus})
-    if len(kinds) > 1:
-        warnings.warn(
-            f"the ranks compute on GPUs of several kinds, {', '.join(kinds)}, and wait for the slowest: give it fewer "
-            "layers, or every rank the same kind",
-            stacklevel=2,
-        )
     shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if shared and num_visible > 1:
         warnings.warn(
@@ -114,7 +95,12 @@ def _give_back_cache(device: torch.device) -> int:
 
 
 class DeviceEdges:
-    """One rank's ends of a pipeline's edges on GPUs.
+    """One rank's ends of a pipeline's edges on GPUs, by the first way that reaches both ranks and passes its proof.
+
+    The proof of a way sends one message over each of its edges, and a failure refuses the way for all of them. After
+    each part of the proof the ranks exchange their failures: all ranks then know the same and go on alike, so no rank
+    waits for an action that its peer has given up. C code runs the ends' part, with time limits
+    (``csrc/device/edge_proof.h``).
 
     Args:
         transport: ``"auto"``, or the name of the way for every edge.
@@ -131,7 +117,9 @@ class DeviceEdges:
         self.transport, self.group, self.device = transport, group, device
         self.chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
+        self._controls: Mapping[Edge, object] = {}  # carry headers
         self._is_receiver: Mapping[Edge, bool] = {}
+        self._refused: list[str] = []  # the ways that failed, and why; equal on all ranks
         has_cache = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
         make_room = functools.partial(_give_back_cache, device) if has_cache else None
         self.gpu = _C.device_create(self.driver, self.ordinal(), make_room)
@@ -155,8 +143,8 @@ class DeviceEdges:
         return self.device.index
 
     def identity(self) -> str:
-        """Returns the kind of the GPU, a space and a unique identifier."""
-        return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
+        """Returns a unique identifier of the GPU."""
+        return f"{torch.cuda.get_device_properties(self.device).uuid}"
 
     def gpu_views(self) -> Callable[..., Any]:
         """Returns the function that makes tensors over received messages in the GPU's memory."""
@@ -188,26 +176,28 @@ class DeviceEdges:
             ValueError: the transport does not reach a peer.
             RuntimeError: an edge fails the proof of the way asked for, or a transfer does not end; raised on all ranks.
         """
-        _warn_of_few_queues(len(controls))
-        gpus = self.group.all_gather_object(self.identity())
-        if self.group.rank == 0:
-            _warn_of_gpus(gpus, torch.cuda.device_count())
-        ways = [way for way in EDGE_WAYS if self.transport in ("auto", way.name)]
-        if self.transport != "auto":
-            self._check_reach(ways[0], controls)
-        self.warm()
-        self._is_receiver = is_receiver
-        self._ends, self.chosen = Proof(self, ways, controls, is_receiver).run()
-        return dict(self._ends or controls)  # the caller drops its references before close() ends the edges
-
-    def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
-        for edge in controls:
-            other = self.group.transport_to(self.group.peer_of(edge))
-            if other not in TRANSPORTS[way.name].over:
+        _warn_of_shared_gpus(self.group.all_gather_object(self.identity()), torch.cuda.device_count())
+        over = {edge: self.group.transport_to(self.group.peer_of(edge)) for edge in controls}
+        for edge, other in over.items():
+            if self.transport != "auto" and other not in TRANSPORTS[self.transport].over:
                 raise ValueError(
-                    f'transport="{way.name}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
+                    f'transport="{self.transport}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
                     f'goes over {other}: use "auto" or "nccl"'
                 )
+        self.warm()
+        self._controls, self._is_receiver, ends = controls, is_receiver, dict[Edge, Any]()
+        for way in EDGE_WAYS:
+            is_wanted = self.transport in ("auto", way.name)
+            mine = [edge for edge in sorted(over) if edge not in ends and over[edge] in TRANSPORTS[way.name].over]
+            if is_wanted and any(self.group.all_gather_object(bool(mine))):
+                ends |= self._try(way, mine)
+        if any(self.group.all_gather_object(len(ends) < len(controls))):
+            _close(ends, is_receiver)
+            ends = {}
+            why = "; ".join(["no way between the GPUs proved itself", *self._refused])
+            self.chosen = {edge: (name, 0.0, why) for edge, name in over.items()}
+        self._controls, self._ends = {}, ends
+        return dict(ends or controls)  # the caller drops its references before close() ends the edges
 
     def begin_step(self) -> None:
         _C.device_begin_step(self.gpu, compute_stream(self.device))
@@ -230,54 +220,7 @@ class DeviceEdges:
         with contextlib.suppress(RuntimeError):  # a rank may be gone
             self.group.barrier()
 
-
-class Proof:
-    """The search of all ranks for the way of each edge: the first that reaches both ranks and passes its proof.
-
-    The proof of a way sends one message over each of its edges, and a failure refuses the way for all of them. Between
-    two parts of the proof the ranks exchange their failures: all ranks then know the same and go on alike, so no rank
-    waits for an action that its peer has given up. C code runs the ends' part, with time limits
-    (``csrc/device/edge_proof.h``).
-
-    Args:
-        edges: the rank's edges, with device, limits and the requested transport.
-        ways: the ways to try, in order.
-        controls: control ends of this rank's edges, which carry headers.
-        is_receiver: by edge, whether this rank receives.
-    """
-
-    def __init__(
-        self,
-        edges: DeviceEdges,
-        ways: Sequence[Way],
-        controls: Mapping[Edge, object],
-        is_receiver: Mapping[Edge, bool],
-    ) -> None:
-        self._edges, self._ways, self._controls, self._is_receiver = edges, ways, controls, is_receiver
-        self._group, self._is_free = edges.group, edges.transport == "auto"
-        self._refused: list[str] = []  # the ways that failed, and why; equal on all ranks
-        self._chosen: dict[Edge, tuple[str, float, str]] = {}
-        self._ends: dict[Edge, Any] = {}
-
-    def run(self) -> tuple[dict[Edge, Any], dict[Edge, tuple[str, float, str]]]:
-        """Returns the ends, and the choices as in :class:`DeviceEdges`; without ends, host memory is the choice.
-
-        Collective.
-
-        Raises:
-            RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
-        """
-        over = {edge: self._group.transport_to(self._group.peer_of(edge)) for edge in self._controls}
-        for way in self._ways:
-            mine = [edge for edge in sorted(over) if edge not in self._ends and over[edge] in TRANSPORTS[way.name].over]
-            if any(self._group.all_gather_object(bool(mine))):
-                self._try(way, mine)
-        if any(self._group.all_gather_object(len(self._ends) < len(self._controls))):
-            _close(self._ends, self._is_receiver)
-            self._ends = {}
-            why = "; ".join(["no way between the GPUs proved itself", *self._refused])
-            self._chosen = {edge: (name, 0.0, why) for edge, name in over.items()}
-        return self._ends, self._chosen
+    # -- the proof of a way
 
     def _agree(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
         """Runs a part of a proof for edges up to a failure. Collective; raises _Refused on all ranks if one fails."""
@@ -292,32 +235,38 @@ class Proof:
                 text = _C.edge_end_text(self._controls[edge])
                 mine[edge] = text, first.removeprefix(text).lstrip(",: ")
                 break
-        failed = [found for theirs in self._group.all_gather_object(mine) for found in theirs.items()]
+        failed = [found for theirs in self.group.all_gather_object(mine) for found in theirs.items()]
         if failed:  # later edges may have failed because a rank came no further
             edge, (text, _) = min(failed)
             raise _Refused(text, "; ".join(why for each, (_, why) in failed if each == edge))
 
-    def _try(self, way: Way, edges: list[Edge]) -> None:
-        self._group.begin_step(training=False)
-        self._edges.begin_step()
+    def _try(self, way: Way, edges: Sequence[Edge]) -> dict[Edge, Any]:
+        """Returns the ends of edges by a way; none if the way fails its proof. Collective.
+
+        Raises:
+            RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
+        """
+        self.group.begin_step(training=False)
+        self.begin_step()
         ends: dict[Edge, Any] = {}
         kept: list[Tensor] = []  # sent messages, until all transfers have ended
         try:
             seconds = self._prove(way, edges, ends, kept)
         except _Refused as refused:
-            self._give_up(way, refused, ends, kept)
+            self._refuse(way, refused, ends, kept)
+            ends = {}
         else:
-            everyones = self._group.all_gather_object(seconds)
-            why = "; ".join(["the first that proved itself" if self._is_free else "asked for", *self._refused])
+            everyones = self.group.all_gather_object(seconds)
+            first = "the first that proved itself" if self.transport == "auto" else "asked for"
             for edge in ends:
                 took = max(theirs.get(edge, 1e-9) for theirs in everyones)  # of the slower end
-                self._chosen[edge] = (way.name, self._edges.proof_bytes / took, why)
-            self._ends |= ends
-        self._group.end_step(failed=False)
+                self.chosen[edge] = (way.name, self.proof_bytes / took, "; ".join([first, *self._refused]))
+        self.group.end_step(failed=False)
+        return ends
 
-    def _prove(self, way: Way, edges: list[Edge], ends: dict[Edge, Any], kept: list[Tensor]) -> dict[Edge, float]:
+    def _prove(self, way: Way, edges: Sequence[Edge], ends: dict[Edge, Any], kept: list[Tensor]) -> dict[Edge, float]:
         """Fills ``ends`` and ``kept``; returns the seconds of each edge's message. Raises _Refused on all ranks."""
-        size, offers, seconds = self._edges.proof_bytes, {}, {}
+        offers, seconds = dict[Edge, bytes](), dict[Edge, float]()
         sends = [edge for edge in edges if not self._is_receiver[edge]]
         receives = [edge for edge in edges if self._is_receiver[edge]]
 
@@ -325,47 +274,45 @@ class Proof:
             offers[edge] = way.offer()
 
         def make(edge: Edge) -> None:
-            ends[edge] = way.make(self._controls[edge], self._edges.watchdog, offers[edge])
+            ends[edge] = way.make(self._controls[edge], self.watchdog, offers[edge])
 
         def move(edge: Edge) -> None:
-            _C.group_progress(self._group.group, "the proof of an edge")
-            known = self._known_bytes(way, edge)
+            _C.group_progress(self.group.group, "the proof of an edge")
+            size, known = self.proof_bytes, self._known_bytes(way, edge)
             if not self._is_receiver[edge]:
-                kept.append(known.to(self._edges.device))
+                kept.append(known.to(self.device))
                 seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
                 return
             address, seconds[edge] = _C.edge_proof_receive(ends[edge], size)
-            [found], _ = self._edges.gpu_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
+            [found], _ = self.gpu_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
             wrong = (found.cpu() != known).nonzero()
             if len(wrong):
                 raise RuntimeError(f"{len(wrong)} of {size} bytes arrived wrong, the first is byte {int(wrong[0])}")
 
         self._agree(sends, offer)
-        for theirs in self._group.all_gather_object(offers):
+        for theirs in self.group.all_gather_object(offers):
             offers |= theirs
         self._agree(edges, make)
         self._agree(edges, lambda edge: _C.device_end_connect(ends[edge]))
-        self._agree(receives, lambda edge: _C.edge_proof_post(ends[edge], size))
-        turns = self._group.all_gather_object([_turn(edge) for edge in edges])
-        for turn in sorted({each for theirs in turns for each in theirs}):
-            self._agree([edge for edge in edges if _turn(edge) == turn], move)
+        self._agree(receives, lambda edge: _C.edge_proof_post(ends[edge], self.proof_bytes))
+        for edge in sorted(offers):  # of all ranks, one after another: each has the machine for itself
+            self._agree([edge] if edge in ends else [], move)
         self._agree(sends + receives, lambda edge: _C.edge_proof_end(ends[edge]))
         return seconds
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """Returns the message: each edge and way has different bytes, so old bytes in memory never match."""
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {edge}".encode()))
-        size = self._edges.proof_bytes
-        words = torch.empty(size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
-        return words.view(torch.uint8)[:size]
+        words = torch.empty(self.proof_bytes // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
+        return words.view(torch.uint8)[: self.proof_bytes]
 
-    def _give_up(self, way: Way, refused: _Refused, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
+    def _refuse(self, way: Way, refused: _Refused, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
         """Closes the ends of a way that failed.
 
         Raises:
             RuntimeError: a transfer cannot be ended, or the way was asked for by name; raised on every rank.
         """
-        if any(self._group.all_gather_object(_close(ends, self._is_receiver))):
+        if any(self.group.all_gather_object(_close(ends, self._is_receiver))):
             for each in kept:  # the GPU may still read the message
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
@@ -375,12 +322,12 @@ class Proof:
                 f"start again with another transport=, as {others}"
             )
         failed = f"{refused.edge}: transport={way.name!r} failed its proof"
-        if not self._is_free:
+        if self.transport != "auto":
             raise RuntimeError(
                 f'{failed}: {refused.why}. {way.needs}; or use transport="auto", which takes another way'
             )
         self._refused.append(f"{way.name}: {refused.edge}: {refused.why}")
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             warnings.warn(
                 f"{failed} and is not used: {refused.why}. {way.needs}. engine.edges says what is used instead",
                 stacklevel=2,
@@ -398,11 +345,3 @@ def _close(ends: Mapping[Edge, Any], is_receiver: Mapping[Edge, bool]) -> list[s
     """Closes ends, senders first, which opened peers' memory; returns the edges that still use memory, in words."""
     in_order = [ends[edge] for edge in sorted(ends, key=is_receiver.__getitem__)]
     return [_C.edge_end_text(end) for end in in_order if not _C.device_end_close(end)]
-
-
-def _turn(edge: Edge) -> tuple[int, int]:
-    """Returns the turn in which an edge moves its message: few edges of one turn share a rank.
-
-    Within a turn, all ranks take their edges in one order, so no ranks wait for each other in a circle.
-    """
-    return abs(edge.source - edge.destination), min(edge.source, edge.destination) % 2

@@ -33,13 +33,6 @@ _PIECE = 8 << 20  # bytes pinned at once: a power of two, to which torch rounds 
 _FAREWELL_S = 5.0  # for copies that are given up to end
 _stuck: list[object] = []  # memory of copies that do not end: to free the memory would wait for them
 
-# Control groups of version 2, then version 1: folder, files of limit and use, and the statistic of file pages without
-# recent use, which the kernel frees before it kills a process.
-_GROUPS = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
 
 class _Copy(NamedTuple):
     """A load's copy that has been started: the events around it, and the bytes."""
@@ -231,17 +224,14 @@ def host_room(root: str) -> tuple[float, str]:
     if memory.keys() >= {"MemTotal:", "MemAvailable:"}:
         found.append((1024 * (memory["MemAvailable:"] - memory["MemTotal:"] // 16), "free memory"))
     with contextlib.suppress(OSError), open(f"{root}/proc/self/cgroup", encoding="utf-8") as file:
-        for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file):
-            if controllers not in _GROUPS:
-                continue
-            folder, limit_file, use_file, spare = _GROUPS[controllers]
-            # In a container, the path may exist on the host only; the root of the groups then counts.
-            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-                own = f"{root}/sys/fs/cgroup/{folder}{group}/"
-                limit, used = _numbers(own + limit_file).get("", math.inf), _numbers(own + use_file).get("", math.inf)
-                if limit < 1 << 62 and used < math.inf:  # version 1 writes a very large number for no limit
-                    spared = _numbers(f"{own}memory.stat").get(spare, 0)
-                    found.append((limit - used + spared - limit // 16, f"the limit of control group {group}"))
+        paths = [line.rstrip("\n").split(":", 2)[2] for line in file if line.startswith("0::")]  # version 2
+        # In a container, the path may exist on the host only; the root of the groups then counts.
+        for group in (each for path in paths for each in (PurePosixPath(path), *PurePosixPath(path).parents)):
+            own = f"{root}/sys/fs/cgroup{group}/"
+            limit, used = (_numbers(own + name).get("", math.inf) for name in ("memory.max", "memory.current"))
+            if used < math.inf > limit:
+                spared = _numbers(f"{own}memory.stat").get("inactive_file", 0)  # the kernel frees these pages first
+                found.append((limit - used + spared - limit // 16, f"the limit of control group {group}"))
     left, what = min(found)
     return max(0, left), what
 

@@ -1,8 +1,7 @@
 """The library of the package's own CUDA kernels, and the choice of a kernel for attention.
 
-Each kernel is checked on its device at the first use (proof.py). Kernels of attention run the calls with documents or a
-soft cap on every GPU of Ampere or later. The alternative for a soft cap is matrix products, up to 200 times slower; for
-documents, the alternative is torch's flash ops, which need the layout on the host and have not run on a GPU yet. In
+Each kernel is checked on its device at the first use (attention_proof.py). Kernels of attention run the calls with
+documents or a soft cap on every GPU of Ampere or later. The alternative is matrix products, up to 200 times slower. In
 torch's deterministic mode our backward is not used, because the order of its sums of dQ varies.
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses our kernels for every possible call, without the check;
 ``library`` uses none. The environment is read once, at the import of this module.
@@ -20,10 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from seq1f1b import proof
 from seq1f1b.device import attention_proof, kernel_tables
+from seq1f1b.device.attention_proof import DTYPES, REBUILD, Proofs, Use
 from seq1f1b.device.kernel_tables import Operation
-from seq1f1b.proof import DTYPES
 
 __all__: list[str] = []
 
@@ -55,20 +53,6 @@ def _operations_of(path: Path) -> dict[str, Operation]:
     return {name: kernel_tables.find(path, name) for name in OPERATIONS}
 
 
-@functools.cache
-def _usable(path: Path) -> dict[str, Operation]:
-    """Returns the library's operations; empty, with a warning, if the library cannot be used."""
-    try:
-        return _operations_of(path)
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"torch's ops take the place of this package's CUDA kernels of attention, and matrix products, up to 200 "
-            f"times slower, where there are documents or a soft cap: {error}. {proof.REBUILD}",
-            stacklevel=2,
-        )
-        return {}
-
-
 preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
 """The preference that was asked for, which tests and benchmarks change; read it by ``preference()``."""
 
@@ -84,9 +68,8 @@ def preference() -> str:
     return preferred
 
 
-_proofs = proof.Proofs(
-    "Torch's ops take its place there: with a soft cap, and with documents that torch's flash ops do not take, matrix "
-    f"products, up to 200 times slower. {proof.REBUILD}",
+_proofs = Proofs(
+    f"Matrix products, up to 200 times slower, take its place there. {REBUILD}",
     "the CUDA kernel ",
 )
 
@@ -103,7 +86,7 @@ def choose(name: str, q: Tensor) -> Operation | None:
         return None
     if preference():
         return found
-    use = proof.Use(name, q.dtype, q.shape[3], q.shape[3], q.device)
+    use = Use(name, q.dtype, q.shape[3], q.shape[3], q.device)
     prove = functools.partial(attention_proof.prove, functools.partial(launch_attention, found), use)
     return found if _proofs.holds(use, prove) else None
 
@@ -113,11 +96,12 @@ def wanted(name: str, device: torch.device) -> Operation | None:
 
     Raises:
         RuntimeError: the environment asks for our kernels, and their library was not built.
+        OSError, ValueError: the library exists and cannot be used.
     """
     wish = preference()
     if wish == "library" or not (wish or can_run(device)):
         return None
-    found = operations() if wish else _usable(LIBRARY)
+    found = operations()
     if wish and not found:
         raise RuntimeError(
             f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
@@ -136,18 +120,18 @@ def can_run(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def warn_of_products(name: str, q: Tensor) -> None:
+def warn_of_products(name: str, q: Tensor, v_head_dim: int) -> None:
     """Warns once if matrix products run a call for lack of a kernel, although the device could run our kernels."""
-    found = wanted(name, q.device)
-    has_none = not LIBRARY.exists() if found is None else q.shape[3] not in HEADS
+    found, sizes = wanted(name, q.device), (q.shape[3], v_head_dim)
+    has_none = not LIBRARY.exists() if found is None else sizes not in ((size, size) for size in HEADS)
     if not preference() and can_run(q.device) and has_none:
-        _warn_of_products(found is not None, DTYPES[q.dtype], q.shape[3])
+        _warn_of_products(found is not None, DTYPES[q.dtype], " and ".join(map(str, sorted({*sizes}))))
 
 
 @functools.cache
-def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
+def _warn_of_products(is_built: bool, dtype: str, heads: str) -> None:
     why = (
-        f"which are for heads of 64 or 128 in bfloat16 or float16, not for heads of {head_dim} in {dtype}: choose such"
+        f"which are for heads of 64 or 128 in bfloat16 or float16, not for heads of {heads} in {dtype}: choose such"
         if is_built
         else "which were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1"
     )

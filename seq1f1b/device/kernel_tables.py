@@ -71,7 +71,8 @@ def find(path: Path, name: str) -> Operation:
     found = _Operation.in_dll(ctypes.CDLL(str(path)), f"s1f_cuda_{name}")
     if found.abi != ABI:
         raise ValueError(
-            f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again"
+            f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again, or set "
+            "SEQ1F1B_CUDA_KERNELS=library to do without these kernels"
         )
     compiler, architectures = found.compiler.decode(), found.architectures.decode()
     return Operation(name, compiler, architectures, found.scratch_bytes, found.launch, found.error_text)

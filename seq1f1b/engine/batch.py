@@ -82,8 +82,8 @@ class StepRead:
 class Batch:
     """The arguments of one step on the rank; after :meth:`split` by cell, a segment's number over all micro-batches.
 
-    A row is the list of a micro-batch's segments. A leaf is a tensor of autograd in ``leaves``, and the last
-    segment of a tree's path in ``num_parts``. ``part`` in :meth:`split` is the rank's ``TokenPart`` of each segment.
+    A row is the list of a micro-batch's segments. ``leaves`` are tensors of autograd; ``num_parts`` counts leaves of
+    trees, the last segments of paths. ``part`` in :meth:`split` is the rank's ``TokenPart`` of each segment.
 
     Attributes:
         length: tokens of the longest micro-batch; 0: the rank learns the length from the first message.

@@ -1,7 +1,7 @@
-"""Keeps a step's gradients apart from earlier gradients; ``StepGradients`` holds nothing for plain fp32 parameters.
+"""Keeps a step's gradients apart from earlier gradients, where plain accumulation in ``.grad`` would be wrong.
 
-Plain parameters have no ties, and a loss that returns no divisor. In a first step the kind of the loss may be unknown:
-then all gradients are kept apart.
+Fp32 parameters without ties are not kept apart, if the loss returns no divisor. In a first step the kind of the loss
+may be unknown: then all gradients are kept apart.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _is_part(gradient: Tensor) -> bool:
 
 
 def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Returns a module's 16-bit parameters whose gradients may grow in a wider dtype, by id.
+    """Returns a module's 16-bit parameters whose gradients may be accumulated in a wider dtype, by id.
 
     Leaves out sparse gradients, and parameters with a ``grad_dtype`` chosen by the user.
     """

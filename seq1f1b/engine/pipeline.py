@@ -215,7 +215,8 @@ class Pipeline(OfOneProcess):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Marks the pipeline as running within the context; raises if a step runs already."""
+        """Marks the pipeline as running, on this thread, within the context; raises if a step runs already, or after
+        close."""
         if self._closed or self._running:
             self.check_idle()
         self._running, self.thread = True, threading.get_ident()

@@ -66,7 +66,7 @@ class Runner:
         tells: whether warnings are shown, or only collected.
     Attributes:
         build: as given.
-        divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
+        divides: whether loss_fn returns a sum and a divisor; None until a training step has told all ranks.
         last_step: measurements of the last step.
     """
 
@@ -128,9 +128,10 @@ class Runner:
     def order(
         self, training: bool, rows: Rows | None = None, trees: Trees | None = None, plan: PlannedRows | None = None
     ) -> RankOrder:
-        """Returns the order of a step.
+        """Returns the order of a step, lowered and with an executor; of known steps, the order made before.
 
         Args:
+            training: False: without backwards.
             rows: tokens of the segments of every micro-batch, in a step of rows; None: a plain step.
             trees: the segments' parents; None: each segment follows the one before it.
             plan: a plan with the order of a step of rows.
@@ -265,7 +266,8 @@ class Runner:
         return found
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
-        """Compares the arguments of all ranks, in steps that need a comparison; raises on every rank."""
+        """Compares the arguments of all ranks in the first step, after a failure, and in and between steps of rows.
+        Raises on every rank."""
         group = self.pipeline.group
         if is_after_failure := self._epoch != group.epoch:  # ranks may have different results of a collective
             self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
@@ -371,7 +373,8 @@ class Runner:
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and puts stage and unit in front of the error.
 
-        The next step waits until every rank has left this step. Gradients are undefined.
+        The next step waits until every rank has left this step. Gradients that ``StepGradients`` keeps apart are as
+        before the step; all others hold the sums of the units that have run.
         """
         group = self.pipeline.group
         if isinstance(error, Disagreement):  # raised on every rank

@@ -30,7 +30,7 @@ class Stage:
     """A stage of the rank, equal in every step: module, place in the pipeline, wrappers and features.
 
     Args:
-        features: classes of the features, see ``parts.py``.
+        features: classes of the features, listed in ``runner.py``.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether warnings are shown, or only collected.
     """
@@ -90,7 +90,8 @@ class StageStep:
     Args:
         order: passes of the stage's cells.
         batch: arguments of the step, split.
-        auxiliary_seeds: returns the gradients of a unit's auxiliary losses: of the segment, and of the sequence.
+        auxiliary_seeds: returns the gradients with which the backward of a unit's auxiliary losses starts: of losses of
+            the segment, and of losses of the whole sequence.
     """
 
     _source: Any = None  # set by connect
@@ -119,7 +120,7 @@ class StageStep:
         self.measure: Any = next((each for each in self.features if hasattr(each, "around_head")), None)  # Measuring
 
     def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
-        """Connects the stage to a source of inputs and a sink of outputs; :meth:`Pipeline.connect` opens edges.
+        """Connects the stage to a source of inputs and a sink of outputs; edges to other ranks are open already.
 
         Returns:
             functions that run units of the stage, by the letter of the pass; ``"fill"`` runs a piece of W.

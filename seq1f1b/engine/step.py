@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
-from seq1f1b.engine.documents import read_documents
 from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
 from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.loss import ToLoss
@@ -28,7 +27,7 @@ from seq1f1b.engine.weighting import Weighting, combine, divide
 
 __all__: list[str] = []
 
-_OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # autocast is for forwards: a backward runs in the dtypes of its forward
+_OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # passes of unit.py; a backward runs in the dtypes of its forward
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,6 @@ class Step:
             self._embedding.take(batch.inputs, batch.read)
         if self._head is not None and batch.targets is not None:
             self._head.check(batch.target, batch.read)
-        if batch.kwargs and "doc_ids" in batch.kwargs[0] and batch.arguments.trees is None:  # along chains
-            read_documents(batch.kwargs, batch.rows)
         weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
             self._stage_steps[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
@@ -177,7 +174,7 @@ class Step:
         self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     def surround(self, around: ExitStack) -> None:
-        """Enters the features' contexts around all units, :meth:`Part.in_step`, once the units are known.
+        """Enters the features' contexts around all units, :meth:`Feature.in_step`, once the units are known.
 
         Args:
             around: the stack of contexts, left after the last unit.
@@ -226,7 +223,7 @@ class Step:
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
-        """Ends the step of stages and shards, after the last unit or an error; ``Sink.end`` ends the F of a unit."""
+        """Ends the step of stages and shards, after the last unit or an error."""
         for each in (*self._stage_steps.values(), self._head, self._embedding):
             if each is not None:
                 each.end()

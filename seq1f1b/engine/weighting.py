@@ -194,7 +194,7 @@ def count_default(target: Any) -> float:
 
 
 def sum_divisors(divisors: Iterable[float]) -> float:
-    """Returns the sum of divisors. Raises ValueError unless finite and not negative."""
+    """Returns the sum of the losses' divisors. Raises ValueError unless the sum is finite and at least 0."""
     total = math.fsum(divisors)
     if not 0.0 <= total < math.inf:
         raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")

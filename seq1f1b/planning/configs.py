@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from importlib import resources
 from typing import Any, TypeAlias
 
 from seq1f1b.files import is_number
@@ -30,7 +31,7 @@ _EXPERTS = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok",),
 }
-_NARROW = {**_EXPERTS, "ffn": ("moe_intermediate_size",)}  # experts have another width than dense layers
+_NARROW = {"ffn": ("moe_intermediate_size",)}  # experts have another width than dense layers
 _DENSE = {"experts": 1, "experts_per_token": 1}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 
@@ -107,14 +108,17 @@ def _attention(
     head_norms: str = "",
     sinks: bool = False,
     gated: bool = False,
+    latent: bool = False,
 ) -> Fields:
     """Returns the fields of grouped-query attention.
 
     Args:
         bias: whether q, k and v have a bias, or the config's field for it; out_bias: bias of the output, None: as bias.
         head_norms: "head": q and k have a norm over each head; "all": over all heads; else a config field for "head".
-        sinks: a learned sink for each head. gated: a gate as wide as the output.
+        sinks: a learned sink for each head. gated: a gate as wide as the output. latent: multi-head latent attention.
     """
+    if latent:
+        return _latent_attention(c)
     h, (q, g) = c.hidden, c.widths
 
     def has(what: str | bool) -> bool:
@@ -209,8 +213,8 @@ def _mamba2(c: _Config) -> Fields:
     }
 
 
-def _mamba(c: _Config, *, norms: bool = False) -> Fields:
-    """Returns the fields of a selective scan. [Mamba, arXiv:2312.00752]. norms: the step, B and C have norms."""
+def _mamba(c: _Config) -> Fields:
+    """Returns the fields of a selective scan. [Mamba, arXiv:2312.00752]"""
     names = _names_of_scan(c)
     h, size, kernel = c.hidden, c[names["state"]], c[names["conv"]]
     wide = c.get(names["wide"]) or int(c.number(names["expand"], 2) * h)
@@ -223,7 +227,7 @@ def _mamba(c: _Config, *, norms: bool = False) -> Fields:
         "scan": 8 * wide * size,  # per number of the state: a decay's exponent, three products, two sums
         "state": wide * size,
         "tail": wide * kernel,
-        "other": wide * kernel + biases + wide * size + wide + norms * (rank + 2 * size),
+        "other": wide * kernel + biases + wide * size + wide + (c.kind == "jamba") * (rank + 2 * size),  # its norms
     }
 
 
@@ -253,28 +257,16 @@ def _both(c: _Config) -> Fields:
 # -- feed-forwards -----------------------------------------------------------------------------------------------------
 
 
-def _dense_if(c: _Config, is_dense: bool, **sparse: int) -> Fields:
-    """Returns the fields of a plain feed-forward if the layer is dense, else ``sparse``, the fields beside experts."""
-    return {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else sparse
+def _gated_shared(c: _Config) -> Fields:
+    """Returns the fields of a shared feed-forward beside experts, behind a gate of one number per token."""
+    return {"other": c.hidden, "shared": c.get("shared_expert_intermediate_size", ..., 1)}
 
 
-def _by_step(c: _Config, layer: int, **beside: int) -> Fields:
-    is_left_out = layer in (c.list("mlp_only_layers") or [])
-    return _dense_if(c, is_left_out or (layer + 1) % (c.get("decoder_sparse_step", 1) or 1) != 0, **beside)
+def _shared(c: _Config) -> Fields:
+    return {"shared": c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)}
 
 
-def _with_gated(c: _Config, layer: int) -> Fields:
-    """Returns fields of a layer with experts and a shared feed-forward behind a gate of one number per token."""
-    return _by_step(c, layer, other=c.hidden, shared=c.get("shared_expert_intermediate_size", ..., 1))
-
-
-def _with_shared(c: _Config, layer: int) -> Fields:
-    """Returns fields of a layer with experts and shared feed-forwards; the first layers are dense."""
-    shared = c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)
-    return _dense_if(c, layer < c.get("first_k_dense_replace", 0), shared=shared)
-
-
-def _adjusted(c: _Config, layer: int) -> Fields:
+def _adjusted(c: _Config) -> Fields:
     """Returns the feed-forward's width in Liquid's models, adjusted from the width in the config."""
     width = int(c["intermediate_size"])
     if c.get("block_auto_adjust_ff_dim", True):
@@ -284,150 +276,80 @@ def _adjusted(c: _Config, layer: int) -> Fields:
     return {"ffn": width}
 
 
-def _granite_experts(c: _Config, layer: int) -> Fields:
-    if not c.get("num_local_experts", 0):
-        return {**_DENSE, "ffn": c["shared_intermediate_size"]}
-    return {"shared": c["shared_intermediate_size"]}
+def _granite_experts(c: _Config) -> Fields:
+    wide = c["shared_intermediate_size"]
+    return {"shared": wide} if c.get("num_local_experts", 0) else {**_DENSE, "ffn": wide}
 
 
-# -- which layer is of which type --------------------------------------------------------------------------------------
+def _biases_of_experts(c: _Config) -> Fields:
+    return {"other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)}
 
 
-def _every(interval: str, default: int, others: str) -> Callable[[_Config, int], str]:
-    """Returns a function of a layer's type: every n-th layer has full attention, the rest have type ``others``."""
+# -- types of models ---------------------------------------------------------------------------------------------------
 
-    def type_of(c: _Config, layer: int) -> str:
-        every = c.get(interval, default) or 0
-        return others if every and (layer + 1) % every else _FULL
-
-    return type_of
-
-
-def _from_layer(c: _Config, layer: int) -> str:
-    is_far = c.get("use_sliding_window", False) and layer >= c.get("max_window_layers", 28)
-    return _SLIDING if is_far else _FULL
-
-
-def _at_indices(key: str, others: str) -> Callable[[_Config, int], str]:
-    return lambda c, layer: _FULL if layer in (c.list(key) or []) else others
+_MIXERS = {
+    "gated_delta": _gated_delta,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "short_convolution": _short_convolution,
+    "lightning": _lightning,
+    "attention_and_mamba2": _both,
+}
+_FEED_FORWARDS: Mapping[str, Callable[[_Config], Fields]] = {
+    "gated_shared": _gated_shared,
+    "shared": _shared,
+    "adjusted": _adjusted,
+    "granite": _granite_experts,
+    "biased": _biases_of_experts,
+    "": lambda c: {},
+}
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A type of models.
+    """A type of models: a row of ``presets/configs/types.json``."""
 
-    Attributes:
-        attention: fields of a layer with attention.
-        window: the library's default of ``sliding_window``.
-        mixers: fields of layers without plain attention, by type of layer.
-        feed_forward: fields of a layer by the layer's number; None: feed-forward or experts are as in the shape.
-        names: the config's names for fields of the shape, where the names differ from ``_SHAPE``.
-        type_of: type of all layers, or of each layer by number, if the config has no ``layer_types``.
-        tied: default for whether the head is the embedding.
-        norms: number of norms of hidden states in a layer.
-        fixed: fields of the shape that are missing in configs.
-    """
-
-    attention: Callable[[_Config], Fields] = _attention
-    window: int | None = 4096
-    mixers: Mapping[str, Callable[[_Config], Fields]] = field(default_factory=dict)
-    feed_forward: Callable[[_Config, int], Fields] | None = None
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    type_of: str | Callable[[_Config, int], str] = _FULL
-    tied: bool = False
-    norms: int = 2
-    fixed: Mapping[str, int] = field(default_factory=dict)
+    attention: Mapping[str, Any] = field(default_factory=dict)  # arguments of _attention
+    window: int | None = 4096  # the library's default of sliding_window
+    mixers: Mapping[str, str] = field(default_factory=dict)  # names in _MIXERS, by type of layer
+    type_of: Any = _FULL  # type of all layers, or a rule of _type_of, for a config without layer_types
+    feed_forward: str = ""  # a name in _FEED_FORWARDS
+    experts: str = ""  # "narrow": of another width than dense layers; "as wide"; "": no experts
+    has_dense: bool = False  # whether some layers have no experts
+    tied: bool = False  # default for whether the head is the embedding
+    norms: int = 2  # number of norms of hidden states in a layer
+    is_mixer_alone: bool = False  # layers have one norm, and neither heads nor feed-forwards
 
 
-_HEADS = partial(_attention, head_norms="head")
-_QWEN2 = partial(_attention, bias=True, out_bias=False)
-_NO_HEADS = {"heads": 1, "kv_heads": 1, "ffn": 0}
-_DELTA = partial(
-    _Model,
-    partial(_attention, head_norms="head", gated=True),
-    mixers={_LINEAR: _gated_delta},
-    type_of=_every("full_attention_interval", 4, _LINEAR),
-)
-
-_SELECTIVE = _Model(mixers={_LINEAR: _mamba}, type_of=_LINEAR, fixed=_NO_HEADS, tied=True, norms=1)
-
-MODELS: dict[str, _Model] = {
-    **dict.fromkeys(("llama", "granite"), _Model()),
-    "smollm3": _Model(window=None),
-    "mistral": _Model(type_of=_SLIDING),
-    "ministral": _Model(type_of=_SLIDING),
-    "phi3": _Model(window=None, type_of=_SLIDING),
-    "qwen2": _Model(_QWEN2, type_of=_from_layer),
-    "qwen3": _Model(_HEADS, type_of=_from_layer),
-    "seed_oss": _Model(partial(_attention, out_bias="attention_out_bias")),
-    "olmo2": _Model(partial(_attention, head_norms="all")),
-    "olmo3": _Model(partial(_attention, head_norms="all"), type_of=_every("", 4, _SLIDING)),
-    "exaone4": _Model(_HEADS, type_of=_every("sliding_window_pattern", 4, _SLIDING)),
-    "cohere2": _Model(type_of=_every("sliding_window_pattern", 4, _SLIDING), tied=True, norms=1),
-    "gemma2": _Model(type_of=_every("", 2, _SLIDING), tied=True, norms=4),
-    "gemma3_text": _Model(_HEADS, type_of=_every("sliding_window_pattern", 6, _SLIDING), tied=True, norms=4),
-    "mixtral": _Model(window=None, type_of=_SLIDING, names=_EXPERTS),
-    "olmoe": _Model(partial(_attention, head_norms="all"), names=_EXPERTS),
-    "gpt_oss": _Model(
-        partial(_attention, bias=True, sinks=True),
-        window=128,
-        type_of=_every("", 2, _SLIDING),
-        names=_EXPERTS,
-        feed_forward=lambda c, layer: {
-            "other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)  # biases
-        },
-    ),
-    "qwen2_moe": _Model(
-        partial(_attention, bias="qkv_bias", out_bias=False),
-        type_of=_from_layer,
-        names=_NARROW,
-        feed_forward=_with_gated,
-    ),
-    "qwen3_moe": _Model(_HEADS, type_of=_from_layer, names=_NARROW, feed_forward=_by_step),
-    "glm4_moe": _Model(
-        partial(_attention, out_bias=False, head_norms="use_qk_norm"), names=_NARROW, feed_forward=_with_shared
-    ),
-    "dots1": _Model(_HEADS, window=None, names=_NARROW, feed_forward=_with_shared),
-    "deepseek_v3": _Model(_latent_attention, names=_NARROW, feed_forward=_with_shared),
-    "qwen3_next": _DELTA(names=_NARROW, feed_forward=_with_gated),
-    "qwen3_5_text": _DELTA(),
-    "qwen3_5_moe_text": _DELTA(names=_NARROW, feed_forward=_with_gated),
-    "minimax": _Model(
-        mixers={_LINEAR: _lightning}, type_of=lambda c, layer: _LINEAR if layer % 2 == 0 else _FULL, names=_EXPERTS
-    ),
-    "lfm2": _Model(
-        _HEADS,
-        mixers={"conv": _short_convolution},
-        feed_forward=_adjusted,
-        type_of=_at_indices("full_attn_idxs", "conv"),
-        tied=True,
-    ),
-    "lfm2_moe": _Model(
-        _HEADS,
-        mixers={"conv": _short_convolution},
-        names=_NARROW,
-        feed_forward=lambda c, layer: _dense_if(c, layer < c.get("num_dense_layers", ...)),
-        tied=True,
-    ),
-    "bamba": _Model(mixers={_LINEAR: _mamba2}, type_of=_at_indices("attn_layer_indices", _LINEAR)),
-    "falcon_h1": _Model(mixers={"hybrid": _both}, type_of="hybrid"),
-    "granitemoehybrid": _Model(
-        mixers={_LINEAR: _mamba2}, type_of=_LINEAR, names=_EXPERTS, feed_forward=_granite_experts
-    ),
-    "jamba": _Model(
-        mixers={_LINEAR: partial(_mamba, norms=True)},
-        type_of=lambda c, layer: (
-            _FULL if layer % c["attn_layer_period"] == c.get("attn_layer_offset", ...) else _LINEAR
-        ),
-        names=_EXPERTS,
-        feed_forward=lambda c, layer: _dense_if(
-            c, (layer - c.get("expert_layer_offset", ...)) % c["expert_layer_period"] != 0
-        ),
-    ),
-    **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
-    "mamba2": _Model(mixers={_LINEAR: _mamba2}, type_of=_LINEAR, fixed=_NO_HEADS, norms=1),
-}
+_FILE = resources.files("seq1f1b") / "presets" / "configs" / "types.json"
+MODELS = {name: _Model(**row) for name, row in json.loads(_FILE.read_text(encoding="utf-8")).items()}
 """Decoders whose feed-forwards are gated, by their ``model_type``."""
+
+
+def _type_of(c: _Config, rule: Any, layer: int) -> str:
+    if isinstance(rule, str):
+        return rule
+    kind, others, *keys = rule
+    if kind == "far":
+        is_full = not c.get("use_sliding_window", False) or layer < c.get("max_window_layers", 28)
+    elif kind == "at":  # the layers in a list
+        is_full = layer in (c.list(keys[0]) or [])
+    elif kind == "period":
+        is_full = layer % c[keys[0]] == c.get(keys[1], ...)
+    else:  # every n-th layer
+        every = c.get(*keys) or 0
+        is_full = not every or (layer + 1) % every == 0
+    return _FULL if is_full else str(others)
+
+
+def _is_dense(c: _Config, layer: int) -> bool:
+    """Returns whether a layer of a model with experts has none; each type of models has one of these rules."""
+    return (
+        layer in (c.list("mlp_only_layers") or [])
+        or (layer + 1) % (c.get("decoder_sparse_step") or 1) != 0
+        or layer < max(c.get("first_k_dense_replace", 0), c.get("num_dense_layers", 0))
+        or (layer - c.get("expert_layer_offset", 0)) % (c.get("expert_layer_period") or 1) != 0
+    )
 
 
 def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -443,11 +365,13 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
             "into a file: hidden, layers, heads, kv_heads, ffn, vocab"
         )
     model = MODELS[c.kind]
-    names = {**_SHAPE, **model.names}
+    names = _SHAPE | (_EXPERTS if model.experts else {}) | (_NARROW if model.experts == "narrow" else {})
     said = {key: next((data[name] for name in keys if data.get(name) is not None), None) for key, keys in names.items()}
-    found: dict[str, Any] = {key: value for key, value in {**said, **model.fixed}.items() if value is not None}
+    found: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
     found.setdefault("tied", model.tied)
-    if "heads" in found and "heads" not in model.fixed:
+    if model.is_mixer_alone:
+        found |= {"heads": 1, "kv_heads": 1, "ffn": 0}
+    elif "heads" in found:
         found.setdefault("kv_heads", found["heads"])
         if c.hidden % c["num_attention_heads"]:
             found.setdefault("head_dim", c.head_dim)  # rounded down, as in the library
@@ -456,7 +380,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: a config of {c.kind!r} without {', '.join(missing)}")
     if c["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(f"{name}: num_hidden_layers is {c['num_hidden_layers']}, must be at most {MOST_LAYERS}")
-    kinds = [_layer_kind(c, model, layer, _type_of(c, model, layer)) for layer in range(c["num_hidden_layers"])]
+    kinds = [_layer_kind(c, model, layer) for layer in range(c["num_hidden_layers"])]
     different = list(dict.fromkeys(kinds))
     if different != [LayerKind()]:
         found["kinds"] = [kind._asdict() for kind in different]
@@ -464,22 +388,18 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _type_of(c: _Config, model: _Model, layer: int) -> str:
+def _layer_kind(c: _Config, model: _Model, layer: int) -> LayerKind:
     types = c.list("layer_types", c["num_hidden_layers"])
-    of_model = model.type_of
-    kind = types[layer] if types else of_model if isinstance(of_model, str) else of_model(c, layer)
+    kind = types[layer] if types else _type_of(c, model.type_of, layer)
     known = (_FULL, _SLIDING, *model.mixers)
     if kind not in known:
         raise ValueError(
             f"{c.name}: layer_types[{layer}] is {kind!r}, must be one of {', '.join(known)}, whose cost is known"
         )
-    return str(kind)
-
-
-def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
-    mixer = model.mixers.get(kind, model.attention)(c)
+    mixer = _MIXERS[model.mixers[kind]](c) if kind in model.mixers else _attention(c, **model.attention)
     if kind == _SLIDING:
         mixer["window"] = (c.get("sliding_window") if "sliding_window" in c.data else model.window) or 0  # null: none
-    ffn = model.feed_forward(c, layer) if model.feed_forward else {}
+    is_dense = model.has_dense and _is_dense(c, layer)
+    ffn = {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else _FEED_FORWARDS[model.feed_forward](c)
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
-    return LayerKind(**mixer, **ffn, norms=model.norms, other=other)
+    return LayerKind(**mixer, **ffn, norms=1 if model.is_mixer_alone else model.norms, other=other)

@@ -17,7 +17,7 @@ from seq1f1b import _C
 from seq1f1b.partition import ModelShape, balanced, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.tables import ByParts, CostTables, check_layout, cost_tables, whole_bytes
+from seq1f1b.planning.tables import ByParts, check_layout
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 from seq1f1b.seconds import Span, arrays_of, spans_between, spans_of
 from seq1f1b.unit_times import MeasuredUnits, Terms
@@ -59,6 +59,7 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
+        self._documents = self.layout.documents or (seq_len,)
         check_layout(self.layout, model, num_stages, seq_len)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
@@ -80,7 +81,9 @@ class CostModel:
     def on(self, hardware: Hardware) -> CostModel:
         """Returns a model with equal stages on another machine."""
         other = copy.copy(self)
-        other.hardware, _ = hardware, other.__dict__.pop("_piece_seconds", None)
+        for name in ("_piece_seconds", "_optimizer"):  # seconds of the other machine
+            other.__dict__.pop(name, None)
+        other.hardware = hardware
         other.source = other.parts = hardware.parts(self.model, self.layout, self.layers, self.num_ranks)
         return other
 
@@ -110,10 +113,6 @@ class CostModel:
         """Returns the span of tokens ``[begin, end)`` of the sequence."""
         tokens, pairs, ends, within = spans_between(self._documents, (begin, end), self.parts.windows)
         return Span(tokens.item(), pairs.item(), ends.item(), tuple([each.item() for each in within]))
-
-    @property
-    def _documents(self) -> tuple[int, ...]:
-        return self.layout.documents or (self.seq_len,)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Returns sizes of segments. mix: 1 for equal time of F and B together by the model's rates, 0 equal length."""
@@ -172,6 +171,10 @@ class CostModel:
 
         The seconds are the exposed part of the gradients' reduction, and the optimizer.
         """
+        return self._optimizer
+
+    @cached_property
+    def _optimizer(self) -> list[float]:
         hw, d = self.hardware, self.layout.data
         moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
         rate = hw.link(d * self.parts.devices * self.num_ranks)
@@ -222,7 +225,7 @@ class RankBytes:
     workspace: int
     reserve: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Sum of all fields."""
         held = self.static + self.activations + self.kv + self.kv_gradients
@@ -244,22 +247,21 @@ class Price:
 
     def __init__(self, cost: CostModel, rows: Sequence[PackedRow], *, is_alike: bool) -> None:
         self.cost, self.rows, self._is_alike = cost, rows, is_alike
+        counts = [len(row.sizes) for row in rows]
+        self.num_segments = counts[0] if is_alike else counts  # for build_schedule
         self.sizes = [size for row in rows for size in row.sizes]
-        self._ends = list(itertools.accumulate(len(row.sizes) for row in rows))
+        self._ends = list(itertools.accumulate(counts))
         self._longest = max(range(len(rows)), key=lambda index: sum(rows[index].sizes))
         self.longest = list(rows[self._longest].sizes)
         self._slot_tokens = cost.seq_len if is_alike else sum(self.longest)  # tokens of one slot of the cache
+        # Whether the cache frees pages as backwards end.
+        self._releases = not cost.layout.copies_prefix and 0 < cost.hardware.release_tokens <= self._slot_tokens
 
     @property
     def parents(self) -> list[tuple[int, ...] | None] | None:
         """Parents of the segments of each row, for ``build_schedule``; None if no row is a tree."""
         found = [row.parents for row in self.rows]
         return None if self._is_alike or all(own is None for own in found) else found
-
-    @property
-    def _segments(self) -> int | list[int]:
-        """Number of segments of each row, or of all equal micro-batches, for ``build_schedule``."""
-        return len(self.sizes) if self._is_alike else [len(row.sizes) for row in self.rows]
 
     # -- tables
 
@@ -268,28 +270,22 @@ class Price:
         return np.split(row, self._ends[:-1])
 
     @cached_property
-    def _tables(self) -> CostTables:
-        """Costs of all units."""
-        cost, windows = self.cost, self.cost.parts.windows
-        if self._is_alike:
-            bounds = list(itertools.accumulate(self.sizes, initial=0))
-            found = cost_tables(cost.parts, spans_between(self.rows[0].documents, bounds, windows), cost.source)
-        else:
-            spans = arrays_of([span for row in self.rows for span in row.spans_in(windows)])
-            found = cost_tables(cost.parts, spans, cost.source)
-        if cost.layout.copies_prefix:  # the last copy has all keys
-            found.saved[:, -1] += whole_bytes(cost.parts.cached(cost.seq_len)[0])
-        return found
+    def _span(self) -> Span:
+        """Arrays with an entry for each unit."""
+        windows = self.cost.parts.windows
+        if not self._is_alike:
+            return arrays_of([span for row in self.rows for span in row.spans_in(windows)])
+        return spans_between(self.rows[0].documents, [0, *itertools.accumulate(self.sizes)], windows)
 
-    @property
+    @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass, as a ``PassSeconds`` of tables."""
-        return self._tables.seconds
+        return self.cost.source.seconds(self._span)
 
-    @property
+    @cached_property
     def shard_seconds(self) -> dict[str, Any]:
         """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
-        return self._tables.shards if self._is_alike else {}
+        return self.cost.source.shards(self._span) if self._is_alike and self.cost.parts.spreads else {}
 
     @property
     def _spread_seconds(self) -> dict[str, Any]:
@@ -297,10 +293,18 @@ class Price:
         :class:`seq1f1b.Costs`; {} without such passes."""
         return self.seconds._asdict() | self.shard_seconds if self.shard_seconds else {}
 
-    @property
+    @cached_property
     def message_bytes(self) -> Any:
         """Bytes of a message on one of the devices of a stage, an array [unit]."""
-        return self._tables.message
+        return _whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
+
+    @cached_property
+    def _held(self) -> tuple[Any, Any, Any]:
+        """Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W."""
+        saved, kept, added = (np.ceil(table).astype(np.int64) for table in self.cost.parts.held(self._span.tokens))
+        if self.cost.layout.copies_prefix:  # the last copy has all keys
+            saved[:, -1] += _whole_bytes(self.cost.parts.cached(self.cost.seq_len)[0])
+        return saved, kept, added
 
     @property
     def imbalance(self) -> float:
@@ -319,7 +323,7 @@ class Price:
         if not hw.tier_bandwidth:
             raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
         rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
-        return {name: rate * self._tables.saved for name, rate in rates.items()}
+        return {name: rate * self._held[0] for name, rate in rates.items()}
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
         """Returns the costs of a step of the order; for rows, without optimizer and without seconds of senders.
@@ -337,7 +341,7 @@ class Price:
         if cost.parts.spreads:
             links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
         optimizer = [0.0] * schedule.num_ranks
-        for rank, value in zip(schedule.rank_of_stage, cost.optimizer_seconds(), strict=True):
+        for rank, value in zip(schedule.rank_of_stage, cost._optimizer, strict=True):
             optimizer[rank] += value
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
@@ -347,18 +351,18 @@ class Price:
         """Returns a table of the most bytes that a unit holds before or after I, for orders with a cap in bytes. The
         first segment includes the micro-batch's cache, which is freed after the first segment's backward."""
         first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
-        tables = self._tables
-        most = np.maximum(tables.saved, tables.kept + tables.added)
-        most[:, first] += whole_bytes(self.cost.parts.cached(self._slot_tokens)[0])[:, None]
+        saved, kept, added = self._held
+        most = np.maximum(saved, kept + added)
+        most[:, first] += _whole_bytes(self.cost.parts.cached(self._slot_tokens)[0])[:, None]
         return most
 
     def least_bytes(self) -> float:
         """Returns a lower bound of the peak of every order: weights and one micro-batch, or the largest path of a tree,
         mean over the ranks."""
         cost, hw = self.cost, self.cost.hardware
-        static = _state_bytes(cost, range(cost.num_stages))
+        (static,) = _state_bytes(cost, [range(cost.num_stages)])
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        of_segments = self._tables.saved[:, begin:end].sum(0).tolist()
+        of_segments = self._held[0][:, begin:end].sum(0).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
         for parent, saved in zip(parents, of_segments, strict=True):
             paths.append(saved + (paths[parent] if parent >= 0 else 0))
@@ -368,19 +372,16 @@ class Price:
     def _unit_bytes(self) -> dict[str, Any]:
         """Fields of :class:`seq1f1b.StepMemory` that do not depend on the placement of stages. The cache is included if
         pages come and go with units; a cache that is held throughout the step is counted in ``rank_bytes``."""
-        parts, layout, tables = self.cost.parts, self.cost.layout, self._tables
-        found: dict[str, Any] = {
-            "activations": tables.saved,
-            "kept_activations": tables.kept,
-            "output_gradients": tables.added,
-        }
+        parts, layout = self.cost.parts, self.cost.layout
+        names = ("activations", "kept_activations", "output_gradients")
+        found: dict[str, Any] = dict(zip(names, self._held, strict=True))
         if parts.spreads and self._is_alike:
             found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
         if self._releases:
-            found["kv_rows"], found["kv_gradient_rows"] = map(whole_bytes, parts.cached(np.array(self.sizes, float)))
+            found["kv_rows"], found["kv_gradient_rows"] = map(_whole_bytes, parts.cached(np.array(self.sizes, float)))
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
             copies = 2 * layout.copies_prefix * parts.cached(self.cost.seq_len)[0]
-            found["kv_gradients"] = whole_bytes(copies).tolist()
+            found["kv_gradients"] = _whole_bytes(copies).tolist()
         return found
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
@@ -402,8 +403,8 @@ class Price:
             kv, gradients = 0.0 * kv, 2 * kv
         return replace(
             self.memory(rank_of_stage),
-            kv=whole_bytes(kv).tolist(),
-            kv_gradients=whole_bytes(gradients).tolist(),
+            kv=_whole_bytes(kv).tolist(),
+            kv_gradients=_whole_bytes(gradients).tolist(),
             kv_rows=0,
             kv_gradient_rows=0,
             weights=[
@@ -414,12 +415,6 @@ class Price:
             logits=0 if parts.spreads else math.ceil(parts.logits(max(self.sizes))),
         )
 
-    @property
-    def _releases(self) -> bool:
-        """Whether the cache frees pages as backwards end."""
-        hw = self.cost.hardware
-        return not self.cost.layout.copies_prefix and 0 < hw.release_tokens <= self._slot_tokens
-
     # -- bytes of ranks
 
     def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
@@ -429,12 +424,11 @@ class Price:
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         peaks = schedule.peak_memory(memory, costs)
         P, longest = schedule.num_ranks, max(self.sizes)
-        pools = self._pool_bytes(schedule, memory.activations)
+        pools = self._pool_bytes(schedule, memory.activations) if hw.length_pools else [0] * P
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
-        ranks = []
-        for rank, stages in enumerate(stages_of):
-            work = parts.work(longest, stages)
+        static, works, ranks = _state_bytes(cost, stages_of), parts.work(longest, stages_of), list[RankBytes]()
+        for rank, (stages, work) in enumerate(zip(stages_of, works, strict=True)):
             if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
                 layers = max(cost.layers[stage] for stage in stages)
                 whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
@@ -445,7 +439,7 @@ class Price:
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
-                    static=math.ceil(_state_bytes(cost, stages)),
+                    static=math.ceil(static[rank]),
                     activations=live - rows - gradient_rows,
                     kv=math.ceil(kv[rank]) + rows,
                     kv_gradients=math.ceil(gradients[rank]) + gradient_rows,
@@ -479,7 +473,7 @@ class Price:
         """Returns the bytes beyond the peak that an allocator keeps, by rank, if blocks of one length serve no other
         length: the sum of the peaks by length less the joint peak; plus copies of prefixes, but for first and last."""
         share, lengths = self.cost.hardware.length_pools, set(self.sizes)
-        if share == 0 or len(lengths) == 1 or not self._is_alike:
+        if len(lengths) == 1 or not self._is_alike:
             return [0] * schedule.num_ranks
 
         def peaks(table: Any) -> tuple[int, ...]:
@@ -494,9 +488,13 @@ class Price:
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 
-def _state_bytes(cost: CostModel, stages: Sequence[int]) -> float:
-    """Returns the bytes of weights, gradients and optimizer state of some stages."""
-    hw, parts = cost.hardware, cost.parts
+def _state_bytes(cost: CostModel, stages_of: Sequence[Sequence[int]]) -> list[float]:
+    """Returns the bytes of weights, gradients and optimizer state of each rank's stages."""
+    hw, trained, frozen = cost.hardware, cost.parts.trained_parameters, cost.parts.frozen_bytes
     of_trained = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data
-    trained = sum([parts.trained_parameters[stage] for stage in stages])
-    return trained * of_trained + sum([parts.frozen_bytes[stage] for stage in stages])
+    return [sum([trained[s] for s in own]) * of_trained + sum([frozen[s] for s in own]) for own in stages_of]
+
+
+def _whole_bytes(size: Any) -> Any:
+    """Rounds a number or an array up to whole bytes."""
+    return np.ceil(size).astype(np.int64)

@@ -1,20 +1,28 @@
-"""Orders of a family for the units of a step: built for the units' costs, and made to fit within a cap of memory."""
+"""Candidates of a search: ways to train on a machine, with orders built for the units' costs, made to fit within a cap,
+rated, and written as plans."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b.files import nearest_name
+from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import Price, RankBytes
+from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.result import Uncertain
 from seq1f1b.schedule import Costs, Family, Schedule, Simulation, build_schedule, families
 
-__all__ = ["BuiltOrder", "Orders", "families_named"]
+__all__ = ["BuiltOrder", "Candidate", "Length", "Orders", "Rated", "families_named", "group_lengths"]
 
+_MOST_LENGTHS = 8  # groups of lengths; sequences are padded to the longest of a group
+_UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 _CAP_TRIES = 4  # orders tried for one cap
 _TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
 _LEVELS = (1.0, 2.0, 4.0, 0.5)  # caps of orders with remedies are 1 + level (P - 1) / k micro-batches
@@ -29,6 +37,57 @@ def families_named(names: Collection[str]) -> list[Family]:
     return [known[name] for name in names]
 
 
+class Candidate(NamedTuple):
+    family: Family
+    stages_per_rank: int
+    num_segments: int
+    mix: float
+    inside: str  # recomputation inside of blocks, of Layout
+    balance: int  # sequence length at which all stages, head included, take equal time; 0: equal numbers of layers
+    remedies: tuple[str, ...] = ()  # members of REMEDIES: single units recompute or move until the order fits
+    vocabulary: str = "ends"  # Layout's field
+
+    @property
+    def counts(self) -> str:
+        """Text of the candidate without the family's name."""
+        said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"inside {self.inside}"]
+        if self.vocabulary == "ranks":
+            said.append("vocabulary over the ranks")
+        return ", ".join(said + [f"{remedy} by units" for remedy in self.remedies])
+
+
+class Length(NamedTuple):
+    """Steps of one length: padded length, share of all steps, mean tokens of a sequence before padding."""
+
+    seq_len: int
+    share: float
+    tokens: float
+
+
+def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout: Layout | None) -> list[Length]:
+    """Returns the lengths, ascending, in at most ``_MOST_LENGTHS`` groups of about equal numbers of tokens."""
+    if (seq_len is None) == (lengths is None):
+        raise ValueError("give seq_len, or lengths where sequences differ: one of the two")
+    if lengths is None:
+        lengths = {seq_len or 0: 1}
+    elif layout is not None and layout.documents is not None:
+        raise ValueError("documents are packed into sequences of one length: give seq_len, not lengths")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(
+            f"{'seq_len' if seq_len is not None else 'a length'} is {min(lengths, default=0)}, must be at least 1"
+        )
+    if min(lengths.values()) < 1:
+        raise ValueError(f"a length has {min(lengths.values())} sequences, must have at least 1")
+    total, before = sum(length * count for length, count in lengths.items()), 0
+    groups: dict[int, tuple[int, int, int]] = {}  # longest length, sequences and tokens
+    for number, (length, count) in enumerate(sorted(lengths.items())):
+        group = number if len(lengths) <= _MOST_LENGTHS else _MOST_LENGTHS * before // total
+        _, sequences, tokens = groups.get(group, (0, 0, 0))
+        groups[group] = length, sequences + count, tokens + length * count
+        before += length * count
+    return [Length(length, n / sum(lengths.values()), tokens / n) for length, n, tokens in groups.values()]
+
+
 class BuiltOrder(NamedTuple):
     """An order, the options of its construction, and the bytes of its ranks."""
 
@@ -39,64 +98,37 @@ class BuiltOrder(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """Orders of one family for the units of a step.
-
-    Attributes:
-        prices: prices of the units, for steps of each length, the longest last.
-        num_microbatches: micro-batches of a step; steps of rows have as many as rows.
-        cap: bytes that a rank may hold.
-        remedies: ways of units to save memory until an order fits, see :meth:`seq1f1b.Schedule.fit`.
-        shares: share of the steps of each length.
-        steps: arguments of :meth:`seq1f1b.Schedule.simulate` for several steps in a row; {}: a single step counts.
-        options: further options of the family, for orders without a cap in bytes.
-        prefetch: receive places of orders.
-        is_quick: tries one order for each cap, and one level: a first look at a searched order.
-        is_whole: tries whole backwards alone; the last order counts recomputation even in a first look.
-    """
+    """Orders of one family for the units of a step."""
 
     family: Family
-    prices: Sequence[Price]
-    num_microbatches: int
-    cap: float
-    remedies: Sequence[str] = ()
-    shares: Sequence[float] = (1.0,)
-    steps: Mapping[str, Any] = {}
-    options: Mapping[str, Any] = {}
-    prefetch: int | None = None
-    is_quick: bool = False
-    is_whole: bool = False
+    prices: Sequence[Price]  # of the units, for steps of each length, the longest last
+    num_microbatches: int  # of a step; a step of rows has as many as rows
+    cap: float  # bytes that a rank may hold
+    remedies: Sequence[str] = ()  # ways of units to save memory until an order fits, see Schedule.fit
+    lengths: Sequence[Length] = (Length(0, 1.0, 0.0),)  # ascending
+    steps: Mapping[str, Any] = {}  # arguments of Schedule.simulate for several steps in a row; {}: a single step counts
+    options: Mapping[str, Any] = {}  # further options of the family, for orders without a cap in bytes
+    prefetch: int | None = None  # receive places of orders
+    is_quick: bool = False  # tries one order for each cap, and one level: a first look at a searched order
+    is_whole: bool = False  # tries whole backwards alone; the last order counts recomputation even in a first look
 
     @property
     def price(self) -> Price:
         """Price of the longest steps, for which orders are made."""
         return self.prices[-1]
 
-    def build(self, options: Mapping[str, Any]) -> Schedule:
-        """Builds the order with the given options of the family."""
-        price, num_ranks = self.price, self.price.cost.num_ranks
-        schedule = build_schedule(
-            self.family.name,
-            num_ranks=num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_segments=price._segments,
-            stages_per_rank=price.cost.num_stages // num_ranks,
-            options={**({} if "cap_bytes" in options else self.options), **options},
-            parents=price.parents,
-            prefetch=self.prefetch,
-        )
-        if not price.shard_seconds:
-            return schedule
-        return schedule.spread_vocabulary(costs=Costs(**price._spread_seconds), embedding=True)
-
     def run(self, schedule: Schedule) -> list[Simulation]:
         """Simulates the order with the steps of each length."""
         costs = (price.costs(schedule, moves="L" in schedule.kinds) for price in self.prices)
         return [schedule.simulate(each, **self.steps) for each in costs]
 
+    def mean(self, values: Iterable[float]) -> float:
+        """Returns the mean over the steps of values given for each length."""
+        return sum([each.share * value for each, value in zip(self.lengths, values, strict=True)])
+
     def seconds(self, schedule: Schedule) -> float:
         """Returns the seconds of a step, the mean over the lengths."""
-        runs = zip(self.shares, self.run(schedule), strict=True)
-        return sum([share * (run.makespan if run.period is None else run.period) for share, run in runs])
+        return self.mean([run.makespan if run.period is None else run.period for run in self.run(schedule)])
 
     def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> BuiltOrder:
         """Returns the order with the bytes of each rank, the most over all lengths."""
@@ -107,11 +139,25 @@ class Orders(NamedTuple):
         return BuiltOrder(schedule, options, ranks, max([rank.total for rank in ranks]))
 
     def make(self, options: dict[str, Any]) -> BuiltOrder:
-        """Builds the order with the given options, and counts the bytes."""
-        return self.with_bytes(self.build(options), options)
+        """Builds the order with the given options of the family, and counts the bytes."""
+        price = self.price
+        num_ranks = price.cost.num_ranks
+        schedule = build_schedule(
+            self.family.name,
+            num_ranks=num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=price.num_segments,
+            stages_per_rank=price.cost.num_stages // num_ranks,
+            options={**({} if "cap_bytes" in options else self.options), **options},
+            parents=price.parents,
+            prefetch=self.prefetch,
+        )
+        if price.shard_seconds:
+            schedule = schedule.spread_vocabulary(costs=Costs(**price._spread_seconds), embedding=True)
+        return self.with_bytes(schedule, options)
 
-    def made_for(self, cap: float) -> BuiltOrder:
-        """Returns the family's order within ``cap``; if no order fits, the order that holds least.
+    def within_cap(self) -> BuiltOrder:
+        """Returns the family's order within the cap; if no order fits, the order that holds least.
 
         A family with a choice gets the faster of split and whole backwards. A family with a cap in bytes counts every
         unit at the unit's largest size, and has no count of weights or workspace. So several orders are made in turn,
@@ -119,7 +165,8 @@ class Orders(NamedTuple):
         """
         if "costs" not in self.family.options:
             return self.make({})
-        price, takes_cap = self.price, "cap_bytes" in self.family.options and cap < math.inf
+        price, cap = self.price, self.cap
+        takes_cap = "cap_bytes" in self.family.options and cap < math.inf
         held, options = price.held_bytes(), self._ways()
         if takes_cap and price.least_bytes() > cap:  # no order fits: room for a single micro-batch holds about least
             return self.make(options[-1] | {"unit_bytes": held, "cap_bytes": self._one_microbatch()})
@@ -141,7 +188,7 @@ class Orders(NamedTuple):
             made = self.make(free | {"unit_bytes": held, "cap_bytes": room})
             tried.append(made)
             aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
-        return min(tried, key=lambda made: self._place(made, cap))
+        return min(tried, key=self._place)
 
     def with_remedies(self, first: BuiltOrder | None = None) -> BuiltOrder:
         """Returns the order of a family with a cap in bytes, with units that recompute or move.
@@ -152,7 +199,7 @@ class Orders(NamedTuple):
         first: the order of a first look, ``is_quick``, at equal units.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
-        tried = [] if first is None else [(self._place(first, self.cap), first)]
+        tried = [] if first is None else [(self._place(first), first)]
 
         def best() -> tuple[tuple[float, int], BuiltOrder]:
             return min(tried, key=lambda each: each[0])
@@ -160,7 +207,7 @@ class Orders(NamedTuple):
         def consider(options: dict[str, Any]) -> None:
             made = self.make(options)
             made = self.fit(made) if made.peak > self.cap else made
-            tried.append((self._place(made, self.cap), made))
+            tried.append((self._place(made), made))
 
         def at_level(level: float) -> dict[str, Any]:
             share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
@@ -172,7 +219,11 @@ class Orders(NamedTuple):
             consider(best()[1].options | at_level(level))
         (taken, _), made = best()
         if taken < math.inf and (self.is_whole or not self.is_quick):
-            consider(made.options | {"costs": _with_recompute(made, self.price)})
+            forward, inputs, weight = made.options["costs"]  # I gets R, times the share of recomputed units
+            kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
+            again = (kinds == "R").reshape(len(kinds), -1, len(self.price.sizes))  # the middle: equal micro-batches
+            inputs = inputs + self.price.seconds.recompute * again.sum(1) / again.shape[1]
+            consider(made.options | {"costs": [forward, inputs, weight]})
         return best()[1]
 
     def fit(self, made: BuiltOrder) -> BuiltOrder:
@@ -181,7 +232,8 @@ class Orders(NamedTuple):
         The machine's host memory limits moves. Smaller shares of the host memory are tried if a rank could not hold the
         bytes that come back.
         """
-        price, schedule, hw = self.price, made.schedule, self.price.cost.hardware
+        price, schedule = self.price, made.schedule
+        hw = price.cost.hardware
         memory, costs = price.memory(schedule.rank_of_stage), price.costs(schedule, moves="offload" in self.remedies)
         held = schedule.peak_memory(memory, costs).total
         left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
@@ -193,9 +245,9 @@ class Orders(NamedTuple):
                 break
         return made
 
-    def _place(self, made: BuiltOrder, cap: float) -> tuple[float, int]:
+    def _place(self, made: BuiltOrder) -> tuple[float, int]:
         """Returns the sort key of an order: seconds if the order fits, else infinity, and then bytes."""
-        return self.seconds(made.schedule) if made.peak <= cap else math.inf, made.peak
+        return self.seconds(made.schedule) if made.peak <= self.cap else math.inf, made.peak
 
     def _ways(self) -> list[dict[str, Any]]:
         """Returns the options to try, each with costs: split backwards, and whole backwards with the seconds of B,
@@ -224,9 +276,103 @@ class Orders(NamedTuple):
         return list(map(max, loop, wave))
 
 
-def _with_recompute(made: BuiltOrder, price: Price) -> list[Any]:
-    """Returns the seconds of F, I and W, where I includes R times the share of recomputed units among equal units."""
-    forward, inputs, weight = made.options["costs"]
-    kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
-    again = (kinds == "R").reshape(len(kinds), -1, len(price.sizes))  # [stage, one of equal micro-batches, unit]
-    return [forward, inputs + price.seconds.recompute * again.sum(1) / again.shape[1], weight]
+@dataclass(eq=False)
+class Rated:
+    """Candidate with the search's results so far."""
+
+    candidate: Candidate
+    orders: Orders
+    bounds: Sequence[float]  # lower bound of the seconds of every order of the units, for each length
+    bound: float  # mean over the steps
+    units: int  # number of F and B of all ranks
+    made: BuiltOrder | None = None  # if no order fits, the one with the least memory; None before an order was built
+    periods: Sequence[float] = ()  # period of the step of each length
+    seconds: float = math.inf  # mean period; inf if the order does not fit
+    bubble: float = 0.0  # share of the seconds in which ranks neither compute nor update
+    sort_key: tuple[int, int] = (0, 0)  # by time, and by memory where times differ by less than about 0.2 %
+    least: int = 0  # bytes of the order with the least memory if no order fits, else 0
+
+    @property
+    def built(self) -> BuiltOrder:
+        """The order of a candidate that has one."""
+        assert self.made is not None
+        return self.made
+
+    def is_alike(self, other: Rated) -> bool:
+        """Returns whether the two candidates differ only in the split, or only in the family's name."""
+        mine, its = self.candidate, other.candidate._replace(mix=self.candidate.mix)
+        if mine == its:
+            return True
+        counts = mine._replace(family=its.family, remedies=its.remedies)
+        return counts == its and self.built.schedule == other.built.schedule
+
+    def uncertain(self, hardware: Hardware) -> tuple[Uncertain, ...]:
+        """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
+        schedule, orders, terms = self.built.schedule, self.orders, list[Uncertain]()
+        seconds = orders.seconds(schedule)
+        for name, ends in hardware.spread.items():
+            if name in _UNCERTAIN_BYTES and "L" not in schedule.kinds:  # the seconds of moves alone depend on bytes
+                continue
+            changes = []
+            for end in ends:
+                changed: dict[str, Any] = {name: end}
+                machine = replace(hardware, **changed)
+                prices = [price.cost.on(machine).price(price.sizes) for price in orders.prices]
+                changes.append(orders._replace(prices=prices).seconds(schedule) - seconds)
+            if any(changes):
+                terms.append(Uncertain(name, *ends, *changes))
+        return tuple(sorted(terms, key=lambda term: -max(map(abs, term[3:]))))
+
+    def plan(self, hardware: Hardware, faster: float, slower: float) -> Plan:
+        """Returns the plan of a candidate with an order.
+
+        faster, slower: shares of the seconds by which a step may be faster, and slower.
+        """
+        candidate, orders, made = self.candidate, self.orders, self.built
+        spread, price, cost = hardware.spread, orders.price, orders.price.cost
+        ends: dict[str, Any] = {name: spread[name][1] for name in _UNCERTAIN_BYTES if name in spread}
+        high = cost.on(replace(hardware, **ends)).price(price.sizes).rank_bytes(made.schedule)
+        sequences = orders.num_microbatches * cost.layout.data
+        lengths = [
+            StepLength(
+                **each._asdict(),
+                segment_sizes=tuple(price.sizes),
+                seconds=period,
+                tokens_per_second=sequences * each.tokens / period,
+                peak=tuple([rank.total for rank in price.rank_bytes(made.schedule)]),
+            )
+            for each, price, period in zip(orders.lengths, orders.prices, self.periods, strict=True)
+        ]
+        return Plan(
+            model=cost.model,
+            hardware=hardware.name,
+            seq_len=cost.seq_len,
+            layout=replace(cost.layout, layers=cost.layers),
+            schedule=candidate.family.name,
+            num_ranks=cost.num_ranks,
+            num_microbatches=orders.num_microbatches,
+            num_segments=candidate.num_segments,
+            stages_per_rank=candidate.stages_per_rank,
+            segment_sizes=lengths[-1].segment_sizes,
+            mix=candidate.mix,
+            seconds=self.seconds,
+            low=max(0.0, (1 - faster) * self.seconds),
+            high=(1 + slower) * self.seconds,
+            bubble=self.bubble,
+            tokens_per_second=sequences * orders.mean([each.tokens for each in orders.lengths]) / self.seconds,
+            peak=tuple([rank.total for rank in made.ranks]),
+            peak_high=tuple([rank.total for rank in high]),
+            cap=int(orders.cap),
+            optimizer_sync=orders.steps["optimizer_sync"],
+            options=_plain(made.options),
+            prefetch=made.schedule.prefetch,
+            lengths=tuple(lengths) if len(lengths) > 1 else (),
+            units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
+            spread=_plain(price._spread_seconds),
+        )
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers, texts and lists of both, in place of arrays."""
+    found: dict[str, Any] = json.loads(json.dumps(value, default=lambda array: array.tolist()))
+    return found

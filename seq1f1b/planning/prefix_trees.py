@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from seq1f1b.documents.rows import MOST_TOKENS
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, TreeShape, lay_out
+from seq1f1b.planning.step_rows import Rates, Tree, TreeShape, lay_out
 
 __all__ = ["PrefixTrees"]
 
@@ -74,21 +76,31 @@ class PrefixTrees:
         cost: CostModel | None = None,
         **per_token: Ragged,
     ) -> None:
-        self._rows = rows = _Rows(input_ids, attention_mask)
+        if not isinstance(min_shared, int):
+            raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
+        if min_shared < 1:
+            raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
         for name in _OWN:
             if name in per_token:
                 raise ValueError(f"per_token may not be named {name!r}: targets have one of their own")
-        weights = None if loss_mask is None else _weights(rows, loss_mask)
+        self._rows = rows = _Rows(input_ids, attention_mask)
+        weights = None if loss_mask is None else rows.flat("loss_mask", loss_mask)
+        if weights is not None:
+            weights = (
+                weights if weights.dtype == torch.float64 else weights.to(torch.float32)
+            )  # exact sums of many rows
+            if not weights.sum(dtype=torch.float64).isfinite():
+                token = int((~weights.isfinite()).nonzero()[0, 0])
+                row = bisect_right(rows.begin, token) - 1
+                raise ValueError(f"loss_mask of row {row} holds {weights[token].item()}, must hold finite numbers")
         named = {name: rows.flat(name, given) for name, given in per_token.items()}
         labels = _labels(rows.num_rows, groups=groups, share_key=share_key)
-        grown = _grow(rows, weights, named, labels, min_shared)
-        self.unshared: tuple[int, ...] = ()
-        if cost is not None:
-            self.unshared = tuple(_that_pay_alone(rows, grown, cost))
+        grown = _GrownTrees(rows, weights, named, labels, min_shared)
+        self.unshared = () if cost is None else tuple(_that_pay_alone(rows, grown, cost))
         if self.unshared:
             for row in self.unshared:
                 labels[row] = -1 - row  # a group of a single row
-            grown = _grow(rows, weights, named, labels, min_shared)
+            grown = _GrownTrees(rows, weights, named, labels, min_shared)
         self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
         sizes = [shape.tokens for shape in self.shapes]
@@ -183,20 +195,31 @@ class PrefixTrees:
 
 
 class _Rows:
-    """Rows of tokens, one row after another, and the form of the caller's rows."""
+    """Tokens of rows, one row after another, and the form of the caller's rows: padded, or a list."""
 
     def __init__(self, input_ids: Ragged, attention_mask: Tensor | None) -> None:
         self.shape: torch.Size | None = None  # shape of padded rows
-        self.index: Tensor | None = None  # places of tokens among padding
+        self.lengths: list[int]
+        self.index = torch.empty(0, dtype=torch.int64, device="cpu")  # places of tokens in padded rows
         if isinstance(input_ids, Tensor):
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, must be (rows, tokens), or a list")
             self.shape, self.device = input_ids.shape, input_ids.device
-            self.lengths = [self.shape[1]] * self.shape[0]
+            mask = torch.ones(self.shape, dtype=torch.bool, device="cpu")
             if attention_mask is not None:
-                mask = _mask_of(attention_mask, input_ids)
-                self.lengths = mask.sum(1).tolist()
-                self.index = mask.flatten().nonzero()[:, 0]
+                if attention_mask.shape != self.shape:
+                    raise ValueError(
+                        f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(self.shape)}: must be "
+                        "alike"
+                    )
+                mask = attention_mask.detach().cpu().ne(0)
+            begins = mask.diff(dim=1, prepend=mask.new_zeros(len(mask), 1)) & mask
+            if len(parted := begins.sum(1).gt(1).nonzero()):
+                raise ValueError(
+                    f"attention_mask of row {int(parted[0, 0])} has padding between tokens: a row's tokens lie side by "
+                    "side"
+                )
+            self.lengths, self.index = mask.sum(1).tolist(), mask.flatten().nonzero()[:, 0]
         else:
             if attention_mask is not None:
                 raise ValueError("attention_mask is for padded rows: input_ids is a list, whose rows have no padding")
@@ -211,11 +234,10 @@ class _Rows:
         if max(self.lengths, default=0) < 2:
             raise ValueError("no row has a target: each has fewer than 2 tokens")
         tokens = self.flat("input_ids", input_ids)
-        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool or tokens.dim() != 1:
-            raise TypeError(f"input_ids are {tokens.dtype} in {tokens.dim()} dimensions, must be whole numbers")
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+            raise TypeError(f"input_ids are {tokens.dtype}, must be whole numbers")
         self.tokens = tokens.to(torch.int64)
-        lengths = torch.tensor(self.lengths, device="cpu")
-        self.begin = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)])
+        self.begin = [0, *accumulate(self.lengths)]
 
     def flat(self, name: str, given: Ragged) -> Tensor:
         """Returns the values of all tokens, row after row, on the CPU."""
@@ -226,51 +248,22 @@ class _Rows:
                     f"{name} is {shape}, input_ids is {tuple(self.shape)}: must have a value for each token; one "
                     "for each row becomes that by [:, None].expand_as(input_ids)"
                 )
-            flat = given.detach().cpu().flatten(0, 1)
-            return flat.contiguous() if self.index is None else flat[self.index]
+            return given.detach().cpu().flatten(0, 1)[self.index]
         if len(given) != self.num_rows:
             raise ValueError(f"{name} has {len(given)} rows, input_ids has {self.num_rows}")
         for row, (values, length) in enumerate(zip(given, self.lengths, strict=True)):
             if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != length:
                 count = len(values) if isinstance(values, Tensor) and values.dim() else "no"
                 raise ValueError(f"{name} of row {row} has {count} values, must have one for each of {length} tokens")
-        return torch.cat([values.detach().cpu() for values in given]).contiguous()
+        return torch.cat([values.detach().cpu() for values in given])
 
     def shaped(self, flat: Tensor, fill: float) -> Tensor | list[Tensor]:
         """Returns the values of all tokens, in the form of the caller's rows."""
         if self.shape is None:
             return list(torch.split(flat, self.lengths))
-        if self.index is not None:
-            out = flat.new_full((self.shape.numel(), *flat.shape[1:]), fill)
-            out[self.index.to(flat.device)] = flat
-            flat = out
-        return flat.view(*self.shape, *flat.shape[1:])
-
-
-def _mask_of(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
-    """Returns a checked mask on the CPU: True at tokens, False at padding."""
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(input_ids.shape)}: must be alike"
-        )
-    mask = attention_mask.detach().cpu().ne(0)
-    begins = mask[:, 1:] & ~mask[:, :-1]
-    parted = (begins.sum(1) + mask[:, :1].sum(1)).gt(1).nonzero()
-    if len(parted):
-        raise ValueError(
-            f"attention_mask of row {int(parted[0, 0])} has padding between tokens: a row's tokens lie side by side"
-        )
-    return mask
-
-
-def _weights(rows: _Rows, loss_mask: Ragged) -> Tensor:
-    weights = rows.flat("loss_mask", loss_mask)
-    weights = weights if weights.dtype == torch.float64 else weights.to(torch.float32)  # exact sums of many rows
-    if not weights.sum(dtype=torch.float64).isfinite():
-        token = int((~weights.isfinite()).nonzero()[0, 0])
-        row = int(torch.bucketize(token, rows.begin[1:], right=True))
-        raise ValueError(f"loss_mask of row {row} holds {weights[token].item()}, must hold finite numbers")
-    return weights
+        out = flat.new_full((self.shape.numel(), *flat.shape[1:]), fill)
+        out[self.index.to(flat.device)] = flat
+        return out.view(*self.shape, *flat.shape[1:])
 
 
 def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
@@ -293,143 +286,90 @@ def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
     return found if keys else [0] * num_rows
 
 
-class _GrownTrees(NamedTuple):
-    """Trees of rows, and the places of rows' tokens in trees.
-
-    Attributes:
-        tree_of_row: the tree of each row; -1: the row has no target.
-        place: by token of the rows, the token of the trees that has it as target; -1 for the first token of a row.
-        target: by token of the trees, the target t, a token of a row that supervises t; -1 - t if no row supervises t.
-        weight: by token of the trees, the sum of the rows' weights.
-        told_apart: see ``PrefixTrees``.
-    """
-
-    shapes: tuple[TreeShape, ...]
-    tree_of_row: list[int]
-    place: Tensor
-    target: Tensor
-    weight: Tensor
-    told_apart: str
-
-
-def _that_pay_alone(rows: _Rows, grown: _GrownTrees, cost: CostModel) -> list[int]:
-    """Returns the rows of trees that would take no less time than separate rows, with units of the rows' best time."""
-    rates, shapes = Rates.from_cost(cost), grown.shapes
-    alone: list[list[int]] = [[] for _ in shapes]
-    for row, tree in enumerate(grown.tree_of_row):
-        if tree >= 0:
-            alone[tree].append(row)
-    seconds = [sum(rates.of(rows.lengths[row] - 1) for row in own) for own in alone]
-    unit = rates.best_unit(sum(seconds), cost.num_ranks)
-    found: list[int] = []
-    for shape, own, of_rows in zip(shapes, alone, seconds, strict=True):
-        if len(own) == 1:
-            continue
-        shared = Tree(shape, rates)
-        units = len(lay_out(shared, unit, MOST_TOKENS, rates, True).parts)
-        if sum(shared.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
-            found += own
-    return found
-
-
-def _grow(
-    rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int], min_shared: int
-) -> _GrownTrees:
-    """Grows trees: follows the rows of a group while tokens agree, makes a node, and goes on with each branch.
+class _GrownTrees:
+    """Trees grown from rows: the rows of a group are followed while their tokens agree, make a node, and part into
+    branches.
 
     Nodes are in preorder. Trees, and children of a node, are in the order of first rows. A row that ends on the path of
-    another row needs no node.
+    another row needs no node. ``place`` has, by token of the rows, the token of the trees with the token as target, or
+    -1 for the first token of a row; ``target``, by token of the trees, the target t, a token of a row that supervises
+    t, or -1 - t if no row supervises t; ``weight`` the sums of the rows' weights.
     """
-    if not isinstance(min_shared, int):
-        raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
-    if min_shared < 1:
-        raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
-    compared = _RowComparison(rows, weights, named, labels)
-    num_targets = compared.num_targets
-    trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of the nodes of each tree
-    tree_of_row, total = [-1] * rows.num_rows, 0
-    runs: list[tuple[int, int, int, int]] = []  # row, first target in a node, number of targets, place in the trees
-    stack = [(group, 0, 0, -1) for group in compared.branches([i for i, n in enumerate(num_targets) if n > 0], -1)]
-    stack.reverse()
-    while stack:
-        group, begin, known, parent = stack.pop()  # rows, begin of the next node, number of agreed targets, parent
-        end = compared.agreed(group, known)
-        branches = compared.branches([row for row in group if num_targets[row] > end], end)
-        if branches and end - begin < min_shared:  # each branch repeats these tokens
-            ended = [row for row in group if num_targets[row] <= end]
-            branches[0] = sorted(ended + branches[0])
-            stack += [(branch, begin, end, parent) for branch in reversed(branches)]
-            continue
-        if parent < 0:
-            trees.append(([], []))
-        sizes, parents = trees[-1]
-        sizes.append(end - begin)
-        parents.append(parent)
-        for row in group:
-            tree_of_row[row] = len(trees) - 1
-            runs.append((row, begin, min(end, num_targets[row]) - begin, total))
-        total += end - begin
-        stack += [(branch, end, end, len(sizes) - 1) for branch in reversed(branches)]
-    shapes = tuple(TreeShape(tuple(sizes), tuple(parents)) for sizes, parents in trees)
-    row, begins, counts, places = np.array(runs).T
-    before = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    token = np.repeat(rows.begin.numpy()[row] + 1 + begins, counts) + before
-    taken = np.repeat(places, counts) + before
-    place = np.full(rows.total, -1)
-    place[token] = taken
-    target = np.empty(total, np.int64)
-    is_supervised = compared.is_supervised[token]
-    target[taken[~is_supervised]] = -1 - token[~is_supervised]
-    target[taken[is_supervised]] = token[is_supervised]
-    counted = None if weights is None else weights.numpy()[token]
-    weight = np.bincount(taken, counted, total).astype(np.float64)
-    return _GrownTrees(
-        shapes,
-        tree_of_row,
-        torch.from_numpy(place),
-        torch.from_numpy(target),
-        torch.from_numpy(weight),
-        compared.told_apart,
-    )
 
-
-class _RowComparison:
-    """Comparison of rows: the length of a common prefix, and the branches after it."""
-
-    def __init__(self, rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int]) -> None:
-        self.begin, self.num_targets = rows.begin.tolist(), [length - 1 for length in rows.lengths]
-        self.is_supervised = np.ones(rows.total, bool) if weights is None else weights.numpy() != 0
+    def __init__(
+        self, rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int], min_shared: int
+    ) -> None:
+        self._begin, self._num_targets = rows.begin, [length - 1 for length in rows.lengths]
+        self._is_supervised = np.ones(rows.total, bool) if weights is None else weights.numpy() != 0
         self._tokens, self._labels, self._names = rows.tokens.numpy(), labels, list(named)
         self._columns = [flat.unsqueeze(-1).flatten(1).view(torch.uint8).numpy() for flat in named.values()]
         self._num_apart, self._first_apart = 0, ""
-
-    @property
-    def told_apart(self) -> str:
-        """Reason why sharing ended although tokens agreed; empty without such a reason."""
-        if not self._num_apart:
-            return ""
-        return (
+        runs = self._grow(min_shared)
+        self.told_apart = bool(self._num_apart) * (
             f"{self._num_apart} branches begin where tokens agree and {self._first_apart}; a loss_mask of 0 on prompts "
             "lets them share"
         )
+        row, begins, counts, places = np.array(runs).T
+        before = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        token = np.repeat(np.array(rows.begin)[row] + 1 + begins, counts) + before
+        taken = np.repeat(places, counts) + before
+        total = sum(shape.tokens for shape in self.shapes)
+        place, target = np.full(rows.total, -1), np.empty(total, np.int64)
+        place[token] = taken
+        is_supervised = self._is_supervised[token]
+        target[taken[~is_supervised]] = -1 - token[~is_supervised]
+        target[taken[is_supervised]] = token[is_supervised]
+        counted = None if weights is None else weights.numpy()[token]
+        weight = np.bincount(taken, counted, total).astype(np.float64)
+        self.place, self.target, self.weight = map(torch.from_numpy, (place, target, weight))
 
-    def agreed(self, group: Sequence[int], known: int) -> int:
+    def _grow(self, min_shared: int) -> list[tuple[int, int, int, int]]:
+        """Makes the shapes. Returns runs of targets: row, first target in a node, number of targets, place in the
+        trees."""
+        num_targets, total = self._num_targets, 0
+        trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of the nodes of each tree
+        self.tree_of_row, runs = [-1] * len(num_targets), list[tuple[int, int, int, int]]()
+        stack = [(group, 0, 0, -1) for group in self._branches([i for i, n in enumerate(num_targets) if n > 0], -1)]
+        stack.reverse()
+        while stack:
+            group, begin, known, parent = stack.pop()  # rows, begin of the next node, number of agreed targets, parent
+            end = self._agreed(group, known)
+            branches = self._branches([row for row in group if num_targets[row] > end], end)
+            if branches and end - begin < min_shared:  # each branch repeats these tokens
+                ended = [row for row in group if num_targets[row] <= end]
+                branches[0] = sorted(ended + branches[0])
+                stack += [(branch, begin, end, parent) for branch in reversed(branches)]
+                continue
+            if parent < 0:
+                trees.append(([], []))
+            sizes, parents = trees[-1]
+            sizes.append(end - begin)
+            parents.append(parent)
+            for row in group:
+                self.tree_of_row[row] = len(trees) - 1
+                runs.append((row, begin, min(end, num_targets[row]) - begin, total))
+            total += end - begin
+            stack += [(branch, end, end, len(sizes) - 1) for branch in reversed(branches)]
+        self.shapes = tuple(TreeShape(tuple(sizes), tuple(parents)) for sizes, parents in trees)
+        return runs
+
+    def _agreed(self, group: Sequence[int], known: int) -> int:
         """Returns the number of targets on which all rows of the group agree, each row as far as its end."""
-        longest = max(group, key=self.num_targets.__getitem__)
-        end = self.num_targets[longest]
+        longest = max(group, key=self._num_targets.__getitem__)
+        end = self._num_targets[longest]
         if len(group) == 1:
             return end
-        path = self._tokens[self.begin[longest] + 1 :]
+        path = self._tokens[self._begin[longest] + 1 :]
         for row in group:
-            most, first = min(end, self.num_targets[row]), self.begin[row] + 1
+            most, first = min(end, self._num_targets[row]), self._begin[row] + 1
             differs = (self._tokens[first + known : first + most] != path[known:most]).tobytes()
             end = known + at if (at := differs.find(1)) >= 0 else end
         if not self._columns or end == known:
             return end
         targets = np.arange(known, end)
-        begins, counts = (np.array([each[row] for row in group])[:, None] for each in (self.begin, self.num_targets))
+        begins, counts = (np.array([each[row] for row in group])[:, None] for each in (self._begin, self._num_targets))
         tokens = begins + 1 + np.minimum(targets, counts - 1)
-        counted = self.is_supervised[tokens] & (targets < counts)
+        counted = self._is_supervised[tokens] & (targets < counts)
         if not counted.any():
             return end
         first_of = np.take_along_axis(tokens, counted.argmax(0)[None], 0)  # a row that supervises each target
@@ -438,16 +378,16 @@ class _RowComparison:
             end = known + at if (at := is_apart.find(1, 0, end - known)) >= 0 else end
         return end
 
-    def branches(self, group: Sequence[int], at: int) -> list[list[int]]:
+    def _branches(self, group: Sequence[int], at: int) -> list[list[int]]:
         """Returns groups of rows that agree at a target, in the order of first rows. At target -1, rows of a group have
         equal labels and first tokens. Rows that do not supervise the target join rows of an equal token."""
         if len(group) < 2:
             return [list(group)] if group else []
         found: dict[Any, dict[bytes, list[int]]] = {}
-        tokens = [self.begin[row] + 1 + at for row in group]
+        tokens = [self._begin[row] + 1 + at for row in group]
         for row, token, key in zip(group, tokens, self._tokens[tokens].tolist(), strict=True):
             values = b""  # not supervised
-            if at >= 0 and self._columns and self.is_supervised[token]:
+            if at >= 0 and self._columns and self._is_supervised[token]:
                 values = b"".join(column[token].tobytes() for column in self._columns)
             found.setdefault((self._labels[row], key), {}).setdefault(values, []).append(row)
         branches = []
@@ -455,13 +395,29 @@ class _RowComparison:
             unsupervised = kinds.pop(b"", [])
             own = [kinds[values] for values in sorted(kinds)] or [[]]
             if len(own) > 1 and not self._num_apart:
-                self._first_apart = self._difference(own[0][-1], own[1][0], at)
+                rows = own[0][-1], own[1][0]
+                one, other = (self._begin[row] + 1 + at for row in rows)
+                columns = zip(self._names, self._columns, strict=True)
+                name = next(name for name, values in columns if (values[one] != values[other]).any())
+                self._first_apart = f"{name} differs, the first at token {at + 1} of rows {min(rows)} and {max(rows)}"
             self._num_apart += len(own) - 1
             branches += [sorted(unsupervised + own[0]), *own[1:]]
         return sorted(branches)
 
-    def _difference(self, one: int, other: int, at: int) -> str:
-        first, second = self.begin[one] + 1 + at, self.begin[other] + 1 + at
-        columns = zip(self._names, self._columns, strict=True)
-        name = next(name for name, values in columns if (values[first] != values[second]).any())
-        return f"{name} differs, the first at token {at + 1} of rows {min(one, other)} and {max(one, other)}"
+
+def _that_pay_alone(rows: _Rows, grown: _GrownTrees, cost: CostModel) -> list[int]:
+    """Returns the rows of trees that would take no less time than separate rows, with units of the rows' best time."""
+    rates, found = Rates.from_cost(cost), list[int]()
+    alone: list[list[int]] = [[] for _ in grown.shapes]
+    for row, tree in enumerate(grown.tree_of_row):
+        if tree >= 0:
+            alone[tree].append(row)
+    seconds = [sum(rates.of(rows.lengths[row] - 1) for row in own) for own in alone]
+    unit = rates.best_unit(sum(seconds), cost.num_ranks)
+    for shape, own, of_rows in zip(grown.shapes, alone, seconds, strict=True):
+        if len(own) > 1:
+            shared = Tree(shape, rates)
+            units = len(lay_out(shared, unit, MOST_TOKENS, rates, True).parts)
+            if sum(shared.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
+                found += own
+    return found

@@ -9,8 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -124,7 +123,52 @@ def measure_stage(
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
     found, moved = StageTimes(layers, {}, [], [], [], [], [], []), 0.0
-    run = partial(_run_cut, stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
+
+    def run(k: int, way: str) -> _Cut:
+        """Runs steps in ``k`` segments. way: "whole", "split" and "recomputed" backwards, or "moved" units."""
+        sizes, sink = partition_sequence(seq_len, k, strategy="even"), _Sink()
+        made = make_inputs(seq_len)
+        given = made if isinstance(made, tuple) else (made,)
+        inputs = tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in given)
+        feeds = any(x.requires_grad for x in inputs)
+        modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
+        device = inputs[0].device
+
+        def is_measured(unit: Unit) -> bool:
+            return unit.stage == feeds
+
+        engine = LoneEngine(
+            modules,
+            schedule=_order(len(modules), k, way == "split"),
+            num_microbatches=1,
+            num_segments=k,
+            segment_sizes=sizes,
+            loss_fn=loss_fn or (lambda output, _: output),
+            memory=Memory(
+                recompute=is_measured if way == "recomputed" else "none",
+                offload=offload if way == "moved" else None,
+                units=is_measured if way == "moved" else None,
+            ),
+            group=LoopbackGroup(1)[0],
+        )
+        target = torch.zeros(len(inputs[0]), seq_len, device=device) if make_target is None else make_target(seq_len)
+        steps: list[tuple[float, Any]] = []
+        held: Any = None
+        try:
+            for repetition in range(_WARM_UP + repeats):
+                wait()
+                _wait_for(device)
+                sink.bytes, begin = 0, time.perf_counter()
+                engine.step(inputs, target=target)
+                _wait_for(device)
+                steps.append((time.perf_counter() - begin, engine.report()))
+                if repetition == 0:  # the engine counts bytes of graphs in the first step of a shape
+                    held = engine.activations_of(int(feeds))
+        finally:
+            engine.close()
+        shortest = sorted(steps[_WARM_UP:], key=lambda step: step[0])[: (repeats + 1) // 2]
+        return _Cut(sizes, int(feeds), shortest, held, sink.bytes)
+
     for k in cuts:
         whole, split, recomputed = (run(k, way) for way in ("whole", "split", "recomputed"))
         for cut, kinds in ((whole, ("F", "B")), (split, ("F", "I", "W")), (recomputed, ("FR",))):
@@ -157,38 +201,21 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    return tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in given)
-
-
 def _order(num_stages: int, k: int, split: bool) -> Schedule:
     """Returns an order of one rank: all F, then all B; ``split`` replaces each B by I and W."""
     order = build_schedule("breadth-first", num_ranks=1, num_microbatches=1, num_segments=k, stages_per_rank=num_stages)
-    if not split:
-        return order
-
-    def parts(unit: Unit) -> list[Unit]:
-        return [unit._replace(kind=kind) for kind in ("IW" if unit.kind == "B" else unit.kind)]
-
-    return Schedule([[part for unit in order.ranks[0] for part in parts(unit)]])
+    kinds = {"B": "IW"} if split else {}
+    return Schedule([[unit._replace(kind=kind) for unit in order.ranks[0] for kind in kinds.get(unit.kind, unit.kind)]])
 
 
 class _Cut(NamedTuple):
-    """Steps of a stage in segments of equal length, all in one way.
+    """Steps of a stage in segments of equal length, all in one way."""
 
-    Attributes:
-        sizes: tokens of each segment. stage: number of the measured stage.
-        steps: seconds of a step, and the engine's report, of the shorter half of the steps.
-        held: bytes in graphs, as the engine counted them; None: not counted.
-        message_bytes: bytes of the stage's outputs in a step.
-    """
-
-    sizes: list[int]
-    stage: int
-    steps: list[tuple[float, Any]]
-    held: Any
-    message_bytes: int
+    sizes: list[int]  # tokens of each segment
+    stage: int  # number of the measured stage
+    steps: list[tuple[float, Any]]  # seconds of a step, and the engine's report, of the shorter half of the steps
+    held: Any  # bytes in graphs, as the engine counted them; None: not counted
+    message_bytes: int  # bytes of the stage's outputs in a step
 
     def add_times(self, found: StageTimes, kinds: Sequence[str]) -> None:
         """Adds the seconds of units, under the last letter of each of ``kinds``: sums over the letters of a kind."""
@@ -225,61 +252,6 @@ class _Cut(NamedTuple):
         return [(unit, end - start) for unit, start, end in report.timeline if unit.stage == self.stage]
 
 
-def _run_cut(
-    stage: nn.Module,
-    make_inputs: Callable[[int], Tensor | tuple[Tensor, ...]],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    make_target: Callable[[int], Tensor] | None,
-    seq_len: int,
-    repeats: int,
-    offload: Offload,
-    wait: Callable[[], object],
-    k: int,
-    way: str,
-) -> _Cut:
-    """Runs steps of a stage in ``k`` segments. way: "whole", "split" and "recomputed" backwards, or "moved" units."""
-    sizes = partition_sequence(seq_len, k, strategy="even")
-    inputs, sink = _leaves(make_inputs(seq_len)), _Sink()
-    feeds = any(x.requires_grad for x in inputs)
-    modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
-    device = inputs[0].device
-
-    def is_measured(unit: Unit) -> bool:
-        return unit.stage == feeds
-
-    engine = LoneEngine(
-        modules,
-        schedule=_order(len(modules), k, way == "split"),
-        num_microbatches=1,
-        num_segments=k,
-        segment_sizes=sizes,
-        loss_fn=loss_fn or (lambda output, _: output),
-        memory=Memory(
-            recompute=is_measured if way == "recomputed" else "none",
-            offload=offload if way == "moved" else None,
-            units=is_measured if way == "moved" else None,
-        ),
-        group=LoopbackGroup(1)[0],
-    )
-    target = torch.zeros(inputs[0].shape[0], seq_len, device=device) if make_target is None else make_target(seq_len)
-    steps: list[tuple[float, Any]] = []
-    held: Any = None
-    try:
-        for repetition in range(_WARM_UP + repeats):
-            wait()
-            _wait_for(device)
-            sink.bytes, begin = 0, time.perf_counter()
-            engine.step(inputs, target=target)
-            _wait_for(device)
-            steps.append((time.perf_counter() - begin, engine.report()))
-            if repetition == 0:  # the engine counts bytes of graphs in the first step of a shape
-                held = engine.activations_of(int(feeds))
-    finally:
-        engine.close()
-    shortest = sorted(steps[_WARM_UP:], key=lambda step: step[0])[: (repeats + 1) // 2]
-    return _Cut(sizes, int(feeds), shortest, held, sink.bytes)
-
-
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -302,11 +274,6 @@ def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     return measured[0]._replace(units=units, **lists)
 
 
-def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Returns floor and slope, not negative; zeros if all points are zero (bytes of compiled modules)."""
-    return fit_seconds([(x, 0.0, y) for x, y in points], with_pairs=False)[:2]
-
-
 def fit_part(measured: StageTimes) -> Part:
     """Fits the costs of one layer to a measured stage."""
     layers = measured.layers
@@ -322,15 +289,18 @@ def fit_part(measured: StageTimes) -> Part:
         whole = fit_seconds(rows[name], with_pairs=measured.kv > 0 and name != "weight")
         return Fit(whole.floor / layers, whole.per_token / layers, whole.per_pair / layers, whole.residual)
 
-    saved = [size / layers for size in _line((tokens / units, size / units) for tokens, units, size in measured.saved)]
+    points = [
+        (tokens / units, 0.0, size / units) for tokens, units, size in measured.saved
+    ]  # no bytes: compiled modules
+    saved = fit_seconds(points, with_pairs=False)  # a line
     left = [statistics.fmean(column) / layers for column in zip(*(measured.left or [(0.0, 0.0)]), strict=True)]
     fits: dict[str, Any] = {name: fit(name) for name in rows}
     return Part(
         layers=layers,
         **fits,
         noise=statistics.median(_noise(times) for kinds in measured.units.values() for times in kinds.values()),
-        saved_bytes=saved[0],
-        saved_token_bytes=saved[1],
+        saved_bytes=saved.floor / layers,
+        saved_token_bytes=saved.per_token / layers,
         kept_token_bytes=left[0],
         gradient_token_bytes=left[1],
         moved_token_bytes=measured.moved / layers,

@@ -17,10 +17,9 @@ import numpy as np
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.candidates import Candidate, Length, Rated, group_lengths, mean_of
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
+from seq1f1b.planning.orders import BuiltOrder, Candidate, Length, Orders, Rated, families_named, group_lengths
 from seq1f1b.planning.result import GIB, PlanSearch, Uncertain
 from seq1f1b.schedule import Family, families
 from seq1f1b.seconds import Span
@@ -181,8 +180,6 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
-    if "offload" in remedies and where.tier_of(hardware.device_type) is None:
-        raise ValueError(f"units cannot move: the engine has no tier on {hardware.device_type}")
     if "offload" in remedies and not hardware.tier_bandwidth:
         raise ValueError(
             f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
@@ -193,29 +190,21 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
 
 @dataclass(eq=False)
 class _Search:
-    """Search that prices candidates, keeps the best, and chooses further candidates.
-
-    Attributes:
-        lengths: lengths of the sequences, ascending.
-        cap: bytes that a plan may use of a device.
-        fitting: the best candidates, fastest first: at most ``best``, none slower than ``within`` times the fastest.
-        is_quick: whether an order of ``auto`` gets a single search, before ``refine``.
-        num_candidates, num_simulated: number of candidates, and of simulated orders, so far.
-    """
+    """Search that prices candidates, keeps the best, and chooses further candidates."""
 
     model: ModelShape
     hardware: Hardware
-    lengths: Sequence[Length]
+    lengths: Sequence[Length]  # ascending
     num_ranks: int
     num_microbatches: int
     layout: Layout
     optimizer_sync: bool
-    cap: int
+    cap: int  # bytes that a plan may use of a device
     best: int
     within: float
     progress: Callable[[int, int], None] | None
-    fitting: list[Rated] = field(default_factory=list)
-    is_quick: bool = False
+    fitting: list[Rated] = field(default_factory=list)  # fastest first: at most best, none slower than within times it
+    is_quick: bool = False  # whether an order of auto gets a single search, before refine
     num_candidates: int = 0
     num_simulated: int = 0
 
@@ -258,8 +247,7 @@ class _Search:
 
     def _price(self, k: int, mix: float, *of_cost: Any) -> Price:
         cost, step = self.cost(*of_cost), math.lcm(self.layout.tensor * self.layout.context, 128)
-        step = 1 if cost.seq_len < 8 * step * k else step
-        return cost.price(cost.split(k, mix=mix, multiple_of=step))
+        return cost.price(cost.split(k, mix=mix, multiple_of=1 if cost.seq_len < 8 * step * k else step))
 
     def _bound(self, price: Price, splits: bool) -> float:
         """Returns a lower bound of the seconds of every order. splits: whether an order may split backwards.
@@ -287,29 +275,65 @@ class _Search:
         family, v, k, mix, inside, balance, remedies, vocabulary = candidate
         prices = [self.price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
         bounds = [self.bound(price, family.splits_backward) for price in prices]
-        units = 2 * self.num_ranks * v * self.num_microbatches * k
         steps = {"steps": STEPS[self.optimizer_sync], "optimizer_sync": self.optimizer_sync}
-        shares = [each.share for each in self.lengths]
-        orders = Orders(family, prices, self.num_microbatches, self.cap, remedies, shares, steps)
-        return Rated(candidate, self.lengths, orders, bounds, mean_of(self.lengths, bounds), units)
-
-    def fill_tokens(self) -> int:
-        """Returns the tokens of a segment that fills the device: at most twice a long segment's time per token."""
-        sizes = np.array([1 << i for i in range(5, 21)], float)
-        cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, self.longest)
-        span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
-        rates = cost.source.seconds(span).total[0] / sizes
-        return int(sizes[np.argmax(rates <= 2 * rates[-1])])
-
-    # -- orders and seconds
+        orders = Orders(family, prices, self.num_microbatches, self.cap, remedies, self.lengths, steps)
+        units = 2 * self.num_ranks * v * self.num_microbatches * k
+        return Rated(candidate, orders, bounds, orders.mean(bounds), units)
 
     def _make(self, candidate: Candidate, is_quick: bool) -> BuiltOrder:
-        return self.look(candidate).orders._replace(is_quick=is_quick).made_for(self.cap)
+        return self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
+
+    # -- the loop: build, fit, simulate, keep
+
+    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the candidates that can be built, lowest bound first."""
+        self.num_candidates += len(candidates)
+        possible, known = [], set()
+        for each in candidates:
+            family, v, *_ = each
+            if (rule := self.rule(*each[:3])) is not None:
+                self._broken.setdefault(family.name, {})[rule] = None
+                continue
+            layers = self.cost(v, each.inside, each.balance, each.vocabulary, self.longest).layers
+            if (each._replace(balance=0), layers) not in known:  # else an earlier balance has equal layers
+                known.add((each._replace(balance=0), layers))
+                possible.append(each)
+        return sorted(possible, key=lambda each: self.look(each).bound)
+
+    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
+        """Prices candidates in turn, until ``most_units`` units are priced, and keeps the best. A candidate gets no
+        order if a bound of time or memory rules the candidate out."""
+        for done, candidate in enumerate(tried):
+            if self.progress is not None:
+                self.progress(done, len(tried))
+            if most_units <= 0:
+                continue
+            known, fitting = self.look(candidate), self.fitting
+            limit = self.within * fitting[0].seconds if fitting else math.inf
+            if known.bound >= (min(limit, fitting[-1].seconds) if len(fitting) >= self.best else limit):
+                self._told.append(known)
+                continue
+            if fitting and not candidate.remedies and (least := known.orders.price.least_bytes()) > self.cap:
+                self._told.append(replace(known, least=math.ceil(least)))
+                continue
+            found = self.priced(known)
+            if found is None:  # remedies are not needed: a candidate without remedies fits, too
+                most_units -= known.units
+                continue
+            self._told.append(found)
+            if found.least:
+                most_units -= known.units if candidate.remedies else known.units // 4  # built, but not simulated
+                continue
+            most_units -= known.units
+            alike = [other for other in fitting if other.is_alike(found)]
+            if all(other.sort_key > found.sort_key for other in alike):  # else another split or name is as good
+                kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
+                self.fitting = [each for each in kept[: self.best] if each.seconds <= self.within * kept[0].seconds]
 
     def priced(self, known: Rated) -> Rated | None:
         """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies."""
         candidate, orders = known.candidate, known.orders._replace(is_quick=self.is_quick)
-        if candidate.is_searched:
+        if candidate.remedies and "cap_bytes" in candidate.family.options:  # the remedies are part of the order
             choices = [orders.with_remedies(known.made)]
         else:
             made = self._made(candidate._replace(remedies=()), self.is_quick)
@@ -322,74 +346,20 @@ class _Search:
                 if made.peak <= self.cap:
                     return None
                 choices = list(map(orders.fit, choices))
-        return min(
-            (self._simulated(replace(known, made=made)) for made in choices),
-            key=lambda each: (each.seconds, each.least),
-        )
-
-    def _simulated(self, found: Rated) -> Rated:
-        """Simulates the candidate's order if the order fits."""
-        made, prices = found.built, found.orders.prices
-        if made.peak > self.cap:
-            return replace(found, least=made.peak)
-        self.num_simulated += 1
-        runs = found.orders.run(made.schedule)
-        # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
-        found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
-        found.seconds = mean_of(self.lengths, found.periods)
-        work = [sum(run.busy) + sum(price.cost.optimizer_seconds()) for run, price in zip(runs, prices, strict=True)]
-        found.bubble = 1 - mean_of(self.lengths, work) / self.num_ranks / found.seconds
-        found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
-        return found
-
-    # -- the loop
-
-    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates that can be built, lowest bound first."""
-        self.num_candidates += len(candidates)
-        possible, known = [], set()
-        for each in candidates:
-            if (rule := self.rule(each.family, each.stages_per_rank, each.num_segments)) is not None:
-                self._broken.setdefault(each.family.name, {})[rule] = None
+        tried = [replace(known, made=made, least=made.peak if made.peak > self.cap else 0) for made in choices]
+        for found, made in zip(tried, choices, strict=True):
+            if found.least:
                 continue
-            of_cost = each.stages_per_rank, each.inside, each.balance, each.vocabulary, self.longest
-            layers = self.cost(*of_cost).layers
-            if (each._replace(balance=0), layers) not in known:  # else an earlier balance has equal layers
-                known.add((each._replace(balance=0), layers))
-                possible.append(each)
-        return sorted(possible, key=lambda each: self.look(each).bound)
-
-    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
-        """Prices candidates in turn, until ``most_units`` units are priced."""
-        for done, candidate in enumerate(tried):
-            if self.progress is not None:
-                self.progress(done, len(tried))
-            if most_units > 0:
-                most_units -= self._consider(self.look(candidate))
-
-    def _consider(self, known: Rated) -> int:
-        """Prices a candidate unless a bound of time or memory rules it out; keeps the best. Returns priced units."""
-        fitting, remedies = self.fitting, known.candidate.remedies
-        limit = self.within * fitting[0].seconds if fitting else math.inf
-        if len(fitting) >= self.best:
-            limit = min(limit, fitting[-1].seconds)
-        if known.bound >= limit:
-            self._told.append(known)
-            return 0
-        if fitting and not remedies and (least := known.orders.price.least_bytes()) > self.cap:
-            self._told.append(replace(known, least=math.ceil(least)))
-            return 0
-        found = self.priced(known)
-        if found is None:
-            return known.units  # remedies are not needed: a candidate without remedies fits, too
-        self._told.append(found)
-        if found.least:
-            return known.units if remedies else known.units // 4  # built, but not simulated
-        alike = [other for other in fitting if other.is_alike(found)]
-        if all(other.sort_key > found.sort_key for other in alike):  # else another split or family's name is as good
-            kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
-            self.fitting = [each for each in kept[: self.best] if each.seconds <= self.within * kept[0].seconds]
-        return known.units
+            self.num_simulated += 1
+            runs = orders.run(made.schedule)
+            # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
+            found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
+            found.seconds = orders.mean(found.periods)
+            optimizer = [sum(price.cost.optimizer_seconds()) for price in orders.prices]
+            work = [sum(run.busy) + seconds for run, seconds in zip(runs, optimizer, strict=True)]
+            found.bubble = 1 - orders.mean(work) / self.num_ranks / found.seconds
+            found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
+        return min(tried, key=lambda each: (each.seconds, each.least))
 
     # -- what to try
 
@@ -405,8 +375,12 @@ class _Search:
         first = self.allowed(candidates(segments))
         self.consider(first)
         k, most = max(segments), 0
-        if shortest:
-            most = min(shortest, max(k, self.longest // self.fill_tokens()))
+        if shortest:  # a segment fills the device if it takes at most twice a long segment's time per token
+            sizes = np.array([1 << i for i in range(5, 21)], float)
+            cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, self.longest)
+            span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
+            rates = cost.source.seconds(span).total[0] / sizes
+            most = min(shortest, max(k, self.longest // int(sizes[np.argmax(rates <= 2 * rates[-1])])))
         while 2 * k <= most and self._goes_on(k):
             k *= 2
             wanted = candidates([k])
@@ -490,12 +464,13 @@ class _Search:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
         least = min(self._told, key=lambda told: told.least)
-        text = f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB"
-        if least.made is not None:
-            rank = max(least.made.ranks, key=lambda rank: rank.total)
-            parts = rank.static / GIB, rank.kv / GIB, rank.kv_gradients / GIB
-            text += " (weights and their training {:.2f}, K and V {:.2f}, gradients of K and V {:.2f})".format(*parts)
-        return f"{text}, {least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
+        rank = max(least.built.ranks, key=lambda rank: rank.total)
+        return (
+            f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB (weights and "
+            f"their training {rank.static / GIB:.2f}, K and V {rank.kv / GIB:.2f}, gradients of K and V "
+            f"{rank.kv_gradients / GIB:.2f}), {least.candidate.family.name} with {least.candidate.counts}; more ranks, "
+            "a higher tensor or context degree, or more segments need less"
+        )
 
     def fallen(self, names: Iterable[str], plans: Sequence[Plan]) -> dict[str, str]:
         """Returns why families are not among the plans, by family: a kind of reason, a colon, and numbers."""

@@ -19,25 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from seq1f1b import ScheduleError
 from seq1f1b.attention.packing import pack_documents
-from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.documents.rows import MOST_TOKENS
+from seq1f1b.nested import tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
-from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
+from seq1f1b.planning.orders import Orders, families_named
 from seq1f1b.planning.prefix_trees import PrefixTrees
-from seq1f1b.planning.step_rows import (
-    MOST_TOKENS,
-    Rates,
-    Rows,
-    Tree,
-    TreeShape,
-    best_unit,
-    rows_of,
-    seconds_of_documents,
-    tokens_of,
-)
+from seq1f1b.planning.step_rows import Rates, Rows, Tree, TreeShape, best_unit, rows_of, tokens_of
 from seq1f1b.schedule import Family, Schedule, Simulation
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
@@ -123,7 +115,7 @@ class StepPlan:
         ]:
             raise ValueError("the documents are not as many or not as long as those that were planned")
         return [
-            _joined([mapped(documents[index], partial(_in_order, pieces)) for index in row])
+            tree_map(partial(_joined, pieces), *[documents[index] for index in row])
             for row, pieces in zip(self.rows, self._pieces, strict=True)
         ]
 
@@ -157,18 +149,12 @@ class StepPlan:
         return self.pieces or ((),) * len(self.rows)
 
 
-def _in_order(pieces: Sequence[tuple[int, int]], data: Tensor) -> Tensor:
-    """Returns the data of a tree in the order of the row; without pieces, the data unchanged."""
-    return torch.cat([data[begin : begin + size] for begin, size in pieces]) if pieces else data
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    """Joins the documents' tensors, or dicts and tuples of tensors, into one row."""
-    if isinstance(values[0], Tensor):
-        return torch.cat(list(values))[None]
-    if isinstance(values[0], dict):
-        return {key: _joined([value[key] for value in values]) for key in values[0]}
-    return tuple(_joined(parts) for parts in zip(*values, strict=True))
+def _joined(pieces: Sequence[tuple[int, int]], *documents: Tensor) -> Tensor:
+    """Returns a row of documents, or of a tree in pieces, (1, tokens, ...)."""
+    if pieces:
+        (tree,) = documents
+        documents = tuple(tree[begin : begin + size] for begin, size in pieces)
+    return torch.cat(documents)[None]
 
 
 def plan_step(
@@ -216,32 +202,76 @@ def plan_step(
     if memory is not None and not memory >= 1:
         raise ValueError(f"memory is {memory}, must be at least 1 byte")
     rates = Rates.from_cost(cost)
-    items = _items(lengths, rates)
-    tokens = [item.shape.tokens if isinstance(item, Tree) else item for item in items]
-    work = seconds_of_documents(items, rates)
-    families = families_named((schedule,) if isinstance(schedule, str) else schedule)
-    limit = math.inf if memory is None else memory
+    items, work = _items(lengths, rates)
+    tokens = tuple(item.shape.tokens if isinstance(item, Tree) else item for item in items)
     nodes = sum(len(item.seconds) for item in items if isinstance(item, Tree))
-    options = tuple(remedies), prefetch
-    search = _Search(tokens, cost, families, limit, *options, is_of_trees=nodes > 0)
-    best = best_unit(items, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
-    made, tried = 0.0, set()
+    families, limit = families_named((schedule,) if isinstance(schedule, str) else schedule), memory or math.inf
+    first = [each for each in families if each.name != "auto"] or families  # families tried with all rows
+    if nodes and first == families_named(["auto"]):  # auto holds whole trees; nested orders hold a path
+        first = families_named(["seq1f1b", "auto"])
+    found: StepPlan | None = None
+    found_rows: Rows = ()
+    least, refused = math.inf, ValueError("there is no family to plan a step with")  # bytes of the smallest order
+
+    def consider(family: Family, rows: Rows, price: Price, is_quick: bool = False) -> None:
+        """Keeps the family's order if the order fits and is the fastest so far; as few units as possible recompute or
+        move."""
+        nonlocal found, found_rows, least, refused
+        looks: dict[str, Any] = {"prefetch": prefetch, "is_quick": is_quick, "is_whole": is_quick}
+        orders = Orders(family, [price], len(rows), limit, tuple(remedies), **looks)
+        try:
+            tried = [orders.within_cap()]
+            if "cap_bytes" in tried[0].options and remedies:  # the cap has cost time: remedies may cost less
+                tried.append(orders.with_remedies())
+            for made in tried:
+                if made.peak > limit and not made.schedule.kinds & {"R", "L"}:
+                    made = orders.fit(made)
+                least = min(least, made.peak)
+                if made.peak > limit:
+                    continue
+                (run,) = orders.run(made.schedule)
+                if found is None or run.makespan < found.seconds:
+                    of_rows = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
+                    trees: dict[str, Any] = {}
+                    if price.parents is not None:
+                        trees = {"parents": tuple(price.parents), "pieces": tuple(row.pieces for row in rows)}
+                    found = StepPlan(tokens, *of_rows, made.schedule, tuple(made.ranks), run, price, **trees)
+                    found_rows = rows
+        except ScheduleError as error:
+            refused = error
+
+    best = best_unit(items, work, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
+    made, known = 0.0, set[Rows]()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
             units = max(1, sum(work) / (scale * best)) + nodes / 2  # an estimate
-            if search.found is not None and made + units * 2 * cost.num_stages * len(search.first) > _MOST_UNITS:
+            if found is not None and made + units * 2 * cost.num_stages * len(first) > _MOST_UNITS:
                 continue
-            made += units * 2 * cost.num_stages * len(search.first)
+            made += units * 2 * cost.num_stages * len(first)
             rows = rows_of(items, work, scale * best, segment_tokens or MOST_TOKENS, rates, siblings)
-            if rows not in tried:
-                tried.add(rows)
-                search.consider(rows)
-        if search.found is not None and not search.found.remedied:
-            break
-    search.finish()
-    if search.found is None:
-        raise search.nothing_fits()
-    return search.found
+            if rows not in known:
+                known.add(rows)
+                price = cost.price_rows([row.packed(tokens) for row in rows])
+                for family in first:
+                    consider(family, rows, price)
+        if found is not None and not found.remedied:
+            return found
+    if found is None:
+        if least == math.inf:
+            raise refused
+        longest = max(range(len(tokens)), key=tokens.__getitem__)
+        raise ValueError(
+            f"no order of these documents fits in {limit:,.0f} bytes a rank: the smallest budget that does is "
+            f"{math.ceil(least):,} bytes; the longest document, {longest}, has {tokens[longest]} tokens"
+        )
+    ranks = [0.0] * cost.num_ranks  # seconds of work of each rank, in any order
+    for stage, rank in enumerate(found.schedule.rank_of_stage):
+        ranks[rank] += float(found.costs.seconds.total[stage].sum())
+    if found.seconds - max(ranks) > _SEARCH_SECONDS * 2 * cost.num_stages * len(found.costs.sizes):
+        for family in families:
+            if family not in first:
+                consider(family, found_rows, found.costs, is_quick=True)
+    return found
 
 
 def share_documents(
@@ -262,10 +292,9 @@ def share_documents(
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
     rates = Rates.from_cost(cost)
-    items = _items(lengths, rates)
+    items, work = _items(lengths, rates)
     if len(items) < num_replicas:
         raise ValueError(f"{len(items)} documents are too few for {num_replicas} replicas: each needs one at least")
-    work = seconds_of_documents(items, rates)
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     done = [0.0] * num_replicas
     for index in sorted(range(len(items)), key=lambda i: -work[i]):
@@ -275,113 +304,15 @@ def share_documents(
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> list[int | Tree]:
-    """Returns the tokens of each document, or a tree; a tree without a branch counts as a document."""
+def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> tuple[list[int | Tree], list[float]]:
+    """Returns the tokens of each document, or a tree, and the seconds of each, without the seconds per unit. A tree
+    without a branch counts as a document."""
     given = lengths.shapes if isinstance(lengths, PrefixTrees) else lengths
-    if not given:
-        raise ValueError("there are no documents to plan a step of")
-    items: list[int | Tree] = []
-    for index, length in enumerate(given):
-        if isinstance(length, TreeShape):
-            length.check(f"tree {index}")
-        elif not isinstance(length, int):
-            raise TypeError(f"document {index} has {length!r} tokens, must be a whole number")
-        (tokens,) = tokens_of([length])
-        if not 1 <= tokens <= MOST_TOKENS:
-            raise ValueError(f"document {index} has {tokens} tokens, must have 1 to {MOST_TOKENS}")
-        items.append(Tree(length, rates) if isinstance(length, TreeShape) and not length.is_chain else tokens)
-    return items
-
-
-class _Search:
-    """Search over rows and families that keeps the fastest order that fits."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        cost: CostModel,
-        families: Sequence[Family],
-        memory: float,
-        remedies: Sequence[str],
-        prefetch: int | None,
-        *,
-        is_of_trees: bool,
-    ) -> None:
-        self._lengths, self._cost = tuple(lengths), cost
-        self.first = [each for each in families if each.name != "auto"] or families  # families tried with all rows
-        if is_of_trees and self.first == families_named(["auto"]):  # auto holds whole trees; nested orders hold a path
-            self.first = families_named(["seq1f1b", "auto"])
-        self._last = [each for each in families if each not in self.first]
-        self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
-        self._least: float | None = None  # bytes of the order that needs least
-        self._refused: ScheduleError | None = None
-        self._rows: Rows = ()  # rows of ``found``
-        self.found: StepPlan | None = None
-
-    def consider(self, rows: Rows) -> None:
-        """Tries the first families on the rows, and keeps an order that fits and is faster than ``found``."""
-        costs = self._cost.price_rows([row.packed(self._lengths) for row in rows])
-        for family in self.first:
-            self._try(family, rows, costs)
-
-    def finish(self) -> None:
-        """Tries ``auto`` if the best order has recomputed or moved units and could gain more than the search takes."""
-        found = self.found
-        if found is None or not found.remedied:
-            return
-        ranks = [0.0] * self._cost.num_ranks  # seconds of work of each rank, in any order
-        for stage, rank in enumerate(found.schedule.rank_of_stage):
-            ranks[rank] += float(found.costs.seconds.total[stage].sum())
-        units = 2 * self._cost.num_stages * len(found.costs.sizes)
-        if found.seconds - max(ranks) > _SEARCH_SECONDS * units:
-            for family in self._last:
-                self._try(family, self._rows, found.costs, is_quick=True)
-
-    def _try(self, family: Family, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
-        """Keeps the family's order if the order fits and is faster than ``found``; as few units as possible recompute
-        or move."""
-        orders = Orders(
-            family,
-            [costs],
-            len(costs.rows),
-            self._memory,
-            self._remedies,
-            prefetch=self._prefetch,
-            is_quick=is_quick,
-            is_whole=is_quick,
-        )
-        try:
-            tried = [orders.made_for(self._memory)]
-            if "cap_bytes" in tried[0].options and self._remedies:  # the cap has cost time: remedies may cost less
-                tried.append(orders.with_remedies())
-            for each in tried:
-                fits = each.peak <= self._memory or each.schedule.kinds & {"R", "L"}
-                self._keep(rows, costs, orders, each if fits else orders.fit(each))
-        except ScheduleError as error:
-            self._refused = error
-
-    def _keep(self, rows: Rows, costs: Price, orders: Orders, made: BuiltOrder) -> None:
-        self._least = made.peak if self._least is None else min(self._least, made.peak)
-        if made.peak > self._memory:
-            return
-        (simulation,) = orders.run(made.schedule)
-        if self.found is None or simulation.makespan < self.found.seconds:
-            documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-            plan = (self._lengths, documents, sizes, made.schedule, tuple(made.ranks), simulation, costs)
-            trees: dict[str, Any] = {}
-            if costs.parents is not None:
-                trees = {"parents": tuple(costs.parents), "pieces": tuple(row.pieces for row in rows)}
-            self.found, self._rows = StepPlan(*plan, **trees), rows
-
-    def nothing_fits(self) -> Exception:
-        """Returns the error for a search that found no order."""
-        if self._least is None:
-            return self._refused or ValueError("there is no family to plan a step with")
-        longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
-        return ValueError(
-            f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
-            f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
-        )
+    items = [
+        Tree(document, rates) if isinstance(document, TreeShape) and not document.is_chain else tokens
+        for document, tokens in zip(given, tokens_of(given), strict=True)
+    ]
+    return items, [sum(item.seconds) if isinstance(item, Tree) else rates.of(item) for item in items]
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:

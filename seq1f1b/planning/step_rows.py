@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from seq1f1b.attention.packing import best_fit
+from seq1f1b.documents.rows import MOST_TOKENS, positions_of
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.seconds import Span, arrays_of, pairs_of
 
 __all__: list[str] = []
 
-MOST_TOKENS = 1 << 40  # most tokens of a document, as of a sequence
 _STRETCH = 0.05  # share by which a unit may be longer than wanted, to leave no small rest
 _PARTS = 1 << 20  # parts of a unit's time, the whole numbers by which packing counts
 _WAITS = 0.7  # a rank waits for this share of the longest unit's excess over the mean; from simulated steps of trees
@@ -83,10 +83,7 @@ class TreeShape(NamedTuple):
     @property
     def begins(self) -> list[int]:
         """Position of each node's first token along the path from the root."""
-        begins: list[int] = []
-        for parent in self.parents:
-            begins.append(0 if parent < 0 else begins[parent] + self.sizes[parent])
-        return begins
+        return positions_of(self.parents, self.sizes)
 
     @property
     def paths(self) -> list[int]:
@@ -116,52 +113,58 @@ class TreeShape(NamedTuple):
 
 
 def tokens_of(documents: Sequence[int | TreeShape]) -> list[int]:
-    """Returns the tokens of each document, or of all nodes of a tree."""
-    return [document.tokens if isinstance(document, TreeShape) else document for document in documents]
+    """Returns the tokens of each document, or of all nodes of a tree.
+
+    Raises:
+        TypeError, ValueError: no documents, an empty document, or a document that is too long.
+    """
+    if not documents:
+        raise ValueError("there are no documents")
+    found = []
+    for index, document in enumerate(documents):
+        if isinstance(document, TreeShape):
+            document.check(f"tree {index}")
+        elif not isinstance(document, int):
+            raise TypeError(f"document {index} has {document!r} tokens, must be a whole number")
+        found.append(document.tokens if isinstance(document, TreeShape) else document)
+        if not 1 <= found[-1] <= MOST_TOKENS:
+            raise ValueError(f"document {index} has {found[-1]} tokens, must have 1 to {MOST_TOKENS}")
+    return found
 
 
 class Tree:
-    """A tree with the seconds of each node.
-
-    Attributes:
-        begins: position of each node's first token along the path; offsets: position in the tree's data.
-        seconds: seconds of each node.
-        children: children of each node; leaves: children without children.
-    """
+    """A tree with the seconds of each node."""
 
     def __init__(self, shape: TreeShape, rates: Rates) -> None:
         self.shape, self.begins = shape, shape.begins
-        self.offsets = [0, *accumulate(shape.sizes)]
+        self.offsets = [0, *accumulate(shape.sizes)]  # position of each node in the tree's data
         self.seconds = list(map(rates.of_node, self.begins, shape.sizes))
         self.children: list[list[int]] = [[] for _ in shape.sizes]
         for node, parent in enumerate(shape.parents[1:], 1):
             self.children[parent].append(node)
-        self.leaves = [[child for child in own if not self.children[child]] for own in self.children]
+        self.leaves = [[child for child in own if not self.children[child]] for own in self.children]  # of each parent
 
 
-def seconds_of_documents(documents: Sequence[int | Tree], rates: Rates) -> list[float]:
-    """Returns the seconds of each document, or of all nodes of a tree, without the seconds per unit."""
-    return [sum(item.seconds) if isinstance(item, Tree) else rates.of(item) for item in documents]
-
-
-def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> float:
+def best_unit(documents: Sequence[int | Tree], seconds: Sequence[float], rates: Rates, num_ranks: int) -> float:
     """Returns the seconds of a unit for about the shortest step.
 
     Documents can be cut and packed into units of any time. Nodes of a tree can be cut, and leaves of one parent packed;
     the short nodes left make short units, and a pipeline waits for long units beside short units.
+
+    Args:
+        seconds: seconds of each document, or of all nodes of a tree, without the seconds per unit.
     """
     trees = [item for item in documents if isinstance(item, Tree)]
-    work = sum(seconds_of_documents(documents, rates))
+    work = sum(seconds)
     smooth = rates.best_unit(work, num_ranks)
     if not trees:
         return smooth
     alone: list[float] = []  # seconds of nodes that share no unit
     together: list[float] = []  # seconds of the leaves of one parent, as one entry
     for tree in trees:
-        for node, seconds in enumerate(tree.seconds):
-            leaves = tree.leaves[node]
+        for node, leaves in enumerate(tree.leaves):
             together += [sum(tree.seconds[leaf] for leaf in leaves)] if leaves else []
-            alone += [seconds] if tree.children[node] else []
+            alone += [tree.seconds[node]] if tree.children[node] else []
     nodes, rest = np.array(alone + together), work - sum(alone) - sum(together)
     most = float(nodes.max())
 
@@ -176,19 +179,12 @@ def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> 
 
 
 class StepRow(NamedTuple):
-    """A row of a step: a micro-batch.
+    """A row of a step: a micro-batch."""
 
-    Attributes:
-        documents: indices of the row's documents, in order; a single index for a tree.
-        parts: tokens of each segment, by leaf where leaves share a segment.
-        parents: for a tree, the parent segment of each segment; None: a chain.
-        pieces: for a tree, begin and size of runs of the tree's data, in the order of the row.
-    """
-
-    documents: tuple[int, ...]
-    parts: tuple[tuple[int, ...], ...]
-    parents: tuple[int, ...] | None = None
-    pieces: tuple[tuple[int, int], ...] = ()
+    documents: tuple[int, ...]  # indices of the row's documents, in order; a single index for a tree
+    parts: tuple[tuple[int, ...], ...]  # tokens of each segment, by leaf where leaves share a segment
+    parents: tuple[int, ...] | None = None  # for a tree, the parent segment of each segment; None: a chain
+    pieces: tuple[tuple[int, int], ...] = ()  # for a tree, begin and size of runs of its data, in the order of the row
 
     @property
     def sizes(self) -> tuple[int | tuple[int, ...], ...]:
@@ -210,37 +206,31 @@ def rows_of(
 ) -> Rows:
     """Returns rows, the rows with the most segments first.
 
+    A long document begins a row and is cut into segments; short documents fill the last segment, or share a row of one
+    segment. A tree has a row to itself.
+
     Args:
         work: seconds of each document. unit: about the seconds of a unit; most: most tokens of a unit.
         packs: leaves of one parent may share a unit.
     """
-    plain = [(i, item) for i, item in enumerate(documents) if not isinstance(item, Tree)]
-    rows = _packed(plain, [work[i] for i, _ in plain], unit, most, rates)
+    rows, parts, tokens = list[StepRow](), dict[int, float](), dict[int, int]()  # parts of a unit, for each document
+    for i, item in enumerate(documents):
+        if not isinstance(item, Tree):
+            parts[i], tokens[i] = max(work[i] / unit, item / most), item
+    long, short = ([i for i, share in parts.items() if (share > 1) == is_long] for is_long in (True, False))
+    counts = [_count(work[i], tokens[i], unit, most) for i in long]
+    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
+    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
+        chosen, count = [short[i] for i in bin_], 1
+        if place < len(long):
+            chosen, count = [long[place], *chosen], counts[place]
+        sizes = _cut([tokens[i] for i in chosen], count, most, rates)
+        rows.append(StepRow(tuple(chosen), tuple((size,) for size in sizes)))
     for i, item in enumerate(documents):
         if isinstance(item, Tree):
             rows.append(lay_out(item, unit, most, rates, packs)._replace(documents=(i,)))
     totals = {row.documents: sum(work[i] for i in row.documents) for row in rows}
     return tuple(sorted(rows, key=lambda row: (-len(row.parts), -totals[row.documents])))
-
-
-def _packed(
-    documents: Sequence[tuple[int, int]], work: Sequence[float], unit: float, most: int, rates: Rates
-) -> list[StepRow]:
-    """Returns rows of documents, given as (index, tokens). A long document begins a row and is cut into segments; short
-    documents fill the last segment, or share a row of one segment."""
-    parts = [max(seconds / unit, length / most) for seconds, (_, length) in zip(work, documents, strict=True)]
-    long = [place for place, share in enumerate(parts) if share > 1]
-    short = [place for place, share in enumerate(parts) if share <= 1]
-    counts = [_count(work[i], documents[i][1], unit, most) for i in long]
-    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
-    rows = []
-    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
-        chosen, count = [short[i] for i in bin_], 1
-        if place < len(long):
-            chosen, count = [long[place], *chosen], counts[place]
-        sizes = _cut([documents[i][1] for i in chosen], count, most, rates)
-        rows.append(StepRow(tuple(documents[i][0] for i in chosen), tuple((size,) for size in sizes)))
-    return rows
 
 
 def _count(seconds: float, tokens: int, unit: float, most: int) -> int:

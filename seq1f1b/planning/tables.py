@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,45 +31,6 @@ _NARROW = 32  # least rank whose products reach the rate: with 8 they take as lo
 _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # per layer in F, and in I, which gathers the inputs of two products again
 
 
-class CostTables(NamedTuple):
-    """Costs of the units of a step: arrays [stage, unit].
-
-    Attributes:
-        seconds: seconds of each pass.
-        shards: seconds of S, T, E and G of a vocabulary over the ranks, by names of :class:`seq1f1b.Costs`; or {}.
-        saved, kept, added: bytes of saved activations, of the part kept until W, and of the gradients that I adds for
-            W.
-        message: bytes of a message on one of the devices of a stage, an array [unit].
-    """
-
-    seconds: PassSeconds
-    shards: dict[str, Any]
-    saved: Any
-    kept: Any
-    added: Any
-    message: Any
-
-
-def cost_tables(parts: ByParts, span: Span, source: Any = None) -> CostTables:
-    """Returns the costs of units.
-
-    Args:
-        parts: parts of a model on a machine.
-        span: arrays with an entry for each unit.
-        source: another source of the seconds, such as measured stages; None: the parts.
-    """
-    source = source or parts
-    saved, kept, added = map(whole_bytes, parts.held(span.tokens))
-    return CostTables(
-        source.seconds(span),
-        source.shards(span) if parts.spreads else {},
-        saved,
-        kept,
-        added,
-        whole_bytes(span.tokens * parts.message_bytes),
-    )
-
-
 class ByParts:
     """Costs of the parts of a model on a machine, from the model's shape and the machine's rates.
 
@@ -83,43 +44,30 @@ class ByParts:
     Each kind of layer has products and pairs of tokens of its own. A layer with a window counts the pairs within the
     window, a constant number per token far from the begin. A recurrence has constant work per token, at attention's
     rates, and saves the inputs and outputs of the fused kernels. Each unit keeps one state, whatever the unit's length.
-
-    Args:
-        model: a shape; hardware: a machine; layout: degrees and choices.
-        layers: number of layers of each stage.
-        num_ranks: ranks that share a spread vocabulary.
-
-    Attributes:
-        counts: number of layers of each kind in each stage, an array [stage, kind].
-        first, last: 1 for the stage with the embedding, and for the stage with the head, else 0: arrays [stage, 1].
-        layer_kinds: sizes of layers, by kind. places: the kind of each layer.
-        windows: the layers' windows, ascending.
-        devices: devices that share a token's work.
-        spreads: whether the vocabulary is over the ranks.
-        message_bytes: bytes of a token in a message, on one of the devices of a stage.
-        cache_bytes: bytes of keys and values, and of the gradients of both, of one token and layer, by kind of layer.
     """
 
     def __init__(
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
         self.model, self.hardware, self.layout = model, hardware, layout
-        self.layers, self.num_ranks = layers, num_ranks
-        self.layer_kinds, self.places = layers_of(model)
+        self.layers, self.num_ranks = layers, num_ranks  # layers of each stage; ranks that share a spread vocabulary
+        self.layer_kinds, self.places = layers_of(model)  # sizes of layers, by kind; the kind of each layer
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
         ends, kinds = [0, *accumulate(layers)], range(len(self.layer_kinds))
         of_stages = [self.places[begin:end] for begin, end in pairwise(ends)]
-        self.counts: Any = np.array([[own.count(kind) for kind in kinds] for own in of_stages])
+        self.counts: Any = np.array([[own.count(kind) for kind in kinds] for own in of_stages])  # [stage, kind]
         stages = np.arange(len(layers))[:, None]
-        self.first: Any = 1 * (stages == 0)
-        self.last: Any = 1 * (stages == len(layers) - 1)
-        self.devices = layout.tensor * layout.context
+        self.first: Any = 1 * (stages == 0)  # the stage with the embedding, [stage, 1]
+        self.last: Any = 1 * (stages == len(layers) - 1)  # the stage with the head
+        self.devices = layout.tensor * layout.context  # share a token's work
         self.spreads = layout.vocabulary == "ranks"
-        self.message_bytes = model.hidden * hardware.element_bytes / self.devices
+        self.message_bytes = model.hidden * hardware.element_bytes / self.devices  # of a token, on one of the devices
+        # Bytes of keys and values, and of the gradients of both, of one token and layer, by kind of layer.
         rows = [layer.keys / self.devices for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
         self._weight_bits = layout.weight_bits or 8 * hardware.element_bytes
-        self._has_w = not layout.is_frozen or layout.lora > 0  # matrices save their inputs for W alone
+        self._is_frozen = layout.is_frozen
+        self._has_w = not self._is_frozen or layout.lora > 0  # matrices save their inputs for W alone
         # Saved activations of one token and layer without recomputation, by kind of layer.
         self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
         # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
@@ -185,26 +133,14 @@ class ByParts:
                 back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
         forward, back = forward + collectives, back + collectives_back
-        return self._trained(PassSeconds(forward, back, weight, back + weight, forward), layer, tokens)
-
-    def _trained(self, full: PassSeconds, layer: Layer, tokens: Any) -> PassSeconds:
-        """Returns the seconds of a layer whose weights may be frozen.
-
-        Adapters multiply in each of F, I and W, at the rate of W but for a low rank, and move their inputs and outputs.
-
-        Args:
-            full: seconds of the layer if all of it is trained.
-            tokens: tokens of a unit on one device.
-        """
-        if not self.layout.is_frozen:
-            return full
-        numbers, matrices = self._adapted(layer), layer.mixer + 3 * self.model.hidden * layer.ffn
-        each = 0.0 * full.weight
-        if self.layout.lora:
-            each = full.weight * max(self.layout.lora, _NARROW) * numbers / matrices
-            each = each + 2 * numbers * self.hardware.element_bytes * tokens / self.hardware.bandwidth
-        forward, back = full.forward + each, full.input + each
-        return PassSeconds(forward, back, each, back + each, full.recompute + each)
+        if not self._is_frozen:
+            return PassSeconds(forward, back, weight, back + weight, forward)
+        each = 0.0 * weight
+        if layout.lora:  # in each of F, I and W, at the rate of W but for a low rank; inputs and outputs are moved
+            numbers = self._adapted(layer)
+            each = weight * max(layout.lora, _NARROW) * numbers / (layer.mixer + products)
+            each = each + 2 * numbers * hw.element_bytes * tokens / hw.bandwidth
+        return PassSeconds(forward + each, back + each, each, back + each + each, forward + each)
 
     def _adapted(self, layer: Layer) -> int:
         """Returns how many numbers of a token the matrices with adapters read and write: all but those of experts."""
@@ -218,7 +154,7 @@ class ByParts:
         hw, words = self.hardware, self.model.vocab / self.devices * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
         each += hw.saved_moves * 4 * words / hw.bandwidth
-        weight = 0.0 * each if self.layout.is_frozen else each
+        weight = 0.0 * each if self._is_frozen else each
         return NO_SECONDS, PassSeconds(each, each, weight, each + weight, 0.0 if self.layout.head_in_loss else each)
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
@@ -253,18 +189,19 @@ class ByParts:
     # -- bytes
 
     def held(self, tokens: Any) -> tuple[Any, Any, Any]:
-        """Returns the bytes that units of so many tokens hold beside the cache, as in :class:`CostTables`."""
+        """Returns the bytes that units of so many tokens hold beside the cache, arrays [stage, unit]: saved
+        activations, the part kept until W, and the gradients that I adds for W."""
         saved, kept, left, state = (column[:, None] for column in self._stage_bytes)
         words, gradients = self._saved_logits * tokens, 0.0
         if not self.layout.head_in_loss:
             gradients = self.model.vocab * self.hardware.element_bytes / self.devices * tokens
         return saved * tokens + state + self.last * words, kept * tokens, left * tokens + self.last * gradients
 
-    def work(self, tokens: int, stages: Sequence[int]) -> float:
-        """Returns the most temporary bytes of a rank's longest unit. stages: the stages of the rank."""
+    def work(self, tokens: int, stages_of: Sequence[Sequence[int]]) -> list[float]:
+        """Returns the most temporary bytes of each rank's longest unit. stages_of: the stages of each rank."""
         work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.devices
-        has_head = len(self.layers) - 1 in stages and not self.spreads
-        return max(work, self.logits(tokens)) if has_head else work
+        with_head, last = work if self.spreads else max(work, self.logits(tokens)), len(self.layers) - 1
+        return [with_head if last in stages else work for stages in stages_of]
 
     def cached(self, tokens: Any) -> tuple[Any, Any]:
         """Returns the bytes of keys and values, and of the gradients of both: arrays [stage], or [stage, unit] for an
@@ -291,7 +228,7 @@ class ByParts:
     @cached_property
     def trained_parameters(self) -> list[float]:
         """Trained parameters on one device of each stage, by stage."""
-        if not self.layout.is_frozen:
+        if not self._is_frozen:
             return self.stage_parameters
         of_kinds = [self.layout.lora * self._adapted(layer) / self.layout.tensor for layer in self.layer_kinds]
         return [float(sum(map(operator.mul, counts, of_kinds))) for counts in self.counts.tolist()]
@@ -301,7 +238,7 @@ class ByParts:
         """Bytes of the frozen weights on one device of each stage, by stage."""
         scale = 0.5 * (self.layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
         bits = self._weight_bits + scale
-        return [n * bits / 8 * self.layout.is_frozen for n in self.stage_parameters]
+        return [n * bits / 8 * self._is_frozen for n in self.stage_parameters]
 
     @cached_property
     def layer_parameters(self) -> list[float]:
@@ -351,11 +288,6 @@ class ByParts:
         if layer.experts > 1:
             saved += 2 * e * h * layer.experts_per_token  # inputs sent to the experts, and outputs of the experts
         return saved
-
-
-def whole_bytes(size: Any) -> Any:
-    """Rounds a number or an array up to whole bytes."""
-    return np.ceil(size).astype(np.int64)
 
 
 def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
@@ -438,7 +370,7 @@ class ByProfile(ByParts):
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         profile, factors = self._profile, self._of_ends
         ends = _scaled(profile.embedding, factors, span, floor), _scaled(profile.head, factors, span, floor)
-        if not self.layout.is_frozen:
+        if not self._is_frozen:
             return ends
         return NO_SECONDS._replace(forward=ends[0].forward), ends[1]._replace(weight=0.0, backward=ends[1].input)
 
@@ -456,13 +388,13 @@ class ByProfile(ByParts):
         saved, kept, added = (reduce(operator.add, each) for each in zip(*units, strict=True))
         return saved, kept, added
 
-    def work(self, tokens: int, stages: Sequence[int]) -> float:
-        """Returns the most temporary bytes of a rank's longest unit: B's gradients of one layer, or of the embedding,
-        or logits."""
-        is_trained = not self.spreads and not self.layout.is_frozen
-        has_embedding = 0 in stages and self._profile.embedding is not None and is_trained
-        embedding = has_embedding * self.hardware.gradient_bytes * self.model.hidden * self.model.vocab
-        return max(super().work(tokens, stages), embedding, self._profile.layer.gradient_token_bytes * tokens)
+    def work(self, tokens: int, stages_of: Sequence[Sequence[int]]) -> list[float]:
+        """Returns the most temporary bytes of each rank's longest unit: B's gradients of a layer or the embedding, or
+        logits."""
+        is_trained = not self.spreads and not self._is_frozen and self._profile.embedding is not None
+        embedding = is_trained * self.hardware.gradient_bytes * self.model.hidden * self.model.vocab
+        layer, found = self._profile.layer.gradient_token_bytes * tokens, super().work(tokens, stages_of)
+        return [max(work, (0 in stages) * embedding, layer) for work, stages in zip(found, stages_of, strict=True)]
 
 
 def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:

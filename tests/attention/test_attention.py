@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import platform
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -53,23 +51,10 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *t: causal_attention(*t[:3], layer=0, sinks=t[3], **options), leaves)
 
 
-def test_rates_are_a_peak_that_no_product_exceeds() -> None:
-    """The best of many short looks at both in turn: others may use the core for a while."""
-    a, times, rates = torch.randn(512, 512), [], []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for _ in range(100):
-        rates.append(_C.attention_rates(0.005))
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    fma, bf16 = map(max, zip(*rates, strict=True))
+def test_rates_are_those_of_this_machines_instructions() -> None:
+    fma, bf16 = _C.attention_rates(0.005)
     with open("/proc/cpuinfo") as file:
-        assert (bf16 > 0) == ("avx512_bf16" in file.read())
-    assert bf16 == 0 or bf16 > fma / 4
-    if platform.machine() == "x86_64":  # elsewhere the compiler's vectors are measured, which a library may beat
-        assert 2 * 512**3 / min(times) < fma
+        assert fma > 0 and (bf16 > 0) == ("avx512_bf16" in file.read())
 
 
 @pytest.mark.parametrize("in_step", [False, True])

@@ -14,13 +14,12 @@ import torch
 from emulated_cuda import build, emulated_kernels
 from torch import Tensor
 
-from seq1f1b import proof
-from seq1f1b.device import attention_parts, kernel_library
-from seq1f1b.proof import Use
+from seq1f1b.device import attention_parts, attention_proof, kernel_library
+from seq1f1b.device.attention_proof import Use
 
 CPU = torch.device("cpu")
 WHATS = ("merge", "add", "finish", "total")
-DTYPES = list(proof.DTYPES)
+DTYPES = list(attention_proof.DTYPES)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +78,10 @@ def _refused(is_launched: bool) -> bool:
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> proof.Proofs:
+def proofs(monkeypatch: pytest.MonkeyPatch) -> attention_proof.Proofs:
     """As in a new process, on a GPU."""
     now = attention_parts._proofs
-    fresh = proof.Proofs(now.instead, now.family)
+    fresh = attention_proof.Proofs(now.instead, now.family)
     monkeypatch.setattr(attention_parts, "_proofs", fresh)
     monkeypatch.setattr(kernel_library, "preferred", "")
     monkeypatch.setattr(kernel_library, "can_run", lambda device: True)
@@ -96,7 +95,7 @@ def chosen(what: str = "merge", dtype: torch.dtype = torch.bfloat16, head_dim: i
 
 @pytest.mark.parametrize("what, dtype", list(itertools.product(WHATS, DTYPES)), ids=str)
 def test_kernels_that_are_right_prove_it_once(
-    what: str, dtype: torch.dtype, launched: list[str], proofs: proof.Proofs, recwarn: pytest.WarningsRecorder
+    what: str, dtype: torch.dtype, launched: list[str], proofs: attention_proof.Proofs, recwarn: pytest.WarningsRecorder
 ) -> None:
     state = torch.get_rng_state()
     for head_dim in (64, 128, 40, 96, 256, 8):
@@ -149,7 +148,7 @@ DEFECTS = {  # by what is launched, how the launch differs
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
-    name: str, launched: list[str], proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
+    name: str, launched: list[str], proofs: attention_proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what = name.partition(":")[0]
     with monkeypatch.context() as patch:

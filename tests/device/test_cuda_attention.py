@@ -25,7 +25,7 @@ import seq1f1b
 import seq1f1b.engine.set_up
 import seq1f1b.transport
 from seq1f1b.attention.causal import causal_attention, layer_handle, positions
-from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, attention_ways, cuda_attention, kernel_library
 from seq1f1b.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -72,7 +72,10 @@ def test_segments_equal_the_formula(
     whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout)
     check(whole, OPTIONS[name], qkv, dout)
     used = {call[0] for call in calls}
-    plain = name in ("softcap", "slopes", "slopes per batch", "all") or dtype in (torch.float64, torch.float32)
+    plain = name in ("softcap", "documents", "slopes", "slopes per batch", "all") or dtype in (
+        torch.float64,
+        torch.float32,
+    )
     assert used == (set() if plain else {"_flash_attention_forward", "_flash_attention_backward"})
 
 
@@ -84,7 +87,7 @@ CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
 @pytest.fixture
 def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """cuDNN takes every shape that it can, from its first call on."""
-    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: not torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: not torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(cuda_attention, "OFTEN", 0)
     return calls
 
@@ -132,43 +135,37 @@ def test_a_shape_goes_by_cudnn_once_it_has_come_often(cudnn_calls: list[Call], m
         assert ways(12, 2) == [False] * 2
     finally:
         torch.use_deterministic_algorithms(False)
-    assert cuda_attention._passes.cache_info().maxsize == attention_calls.MOST_REMEMBERED
+    assert cuda_attention._passes.cache_info().maxsize == attention_ways.MOST_REMEMBERED
 
 
 @pytest.mark.parametrize("length", [64, 192, 320, 63, 128, 200])
 def test_cudnn_gets_no_64_keys_behind_whole_tiles(length: int) -> None:
     """Tiles have 128 keys. Its backward makes NaN of such keys before the own ones on Hopper (cudnn-frontend#628)."""
     for longest in (length + 8, 100, 192):
-        calls = attention_calls.calls_of("cudnn", attention_calls.chain(length + 8), 8, 0, longest, True)
+        calls = attention_ways.calls_of("cudnn", attention_ways.chain(length + 8), 8, 0, longest, True)
         sizes = [call.size for call in calls if not call.is_own]
         assert sum(sizes) == length and all(size % 128 != 64 for size in sizes)
         assert [call.begin for call in calls[1:]] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "found", "told"),
-    [(91501, (9, 0), True, 0), (92000, (10, 3), True, 0), (91500, (9, 0), False, 1), (91002, (10, 0), False, 1),
-     (92000, (8, 9), False, 0), (91500, (8, 0), False, 0), (92000, (12, 0), False, 0), (None, (9, 0), False, 1)],
+    ("version", "capability", "found"),
+    [(91501, (9, 0), True), (91500, (9, 0), False), (None, (9, 0), False), (92000, (10, 3), False),
+     (92000, (8, 9), False)],
 )  # fmt: skip
 def test_where_cudnn_is_taken(
-    version: int | None, capability: tuple[int, int], found: bool, told: int, monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-) -> None:  # fmt: skip
-    """One that is too old, where a newer one would compute, is told once."""
+    version: int | None, capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, asked = torch.device("cuda", 0), (torch.bfloat16, 64, 64)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(kernel_library, "capability", lambda device: capability)
-    cuda_attention._is_new.cache_clear()
-    assert [cuda_attention._has_cudnn(torch.device("cuda", 0)) for _ in range(2)] == [found] * 2
-    assert len(recwarn) == told
-    for warning in recwarn:
-        assert (
-            f"must be 91501 or newer, because older versions read beyond the queries, and is {version or 0}; install "
-            in (str(warning.message))
-        )
-    cuda_attention._is_new.cache_clear()
+    monkeypatch.setattr(cuda_attention, "_cudnn_takes", lambda *of: True)
+    assert cuda_attention._has_cudnn(device, *asked) is found
+    monkeypatch.setattr(cuda_attention, "_cudnn_takes", lambda *of: of != (device, *asked))
+    assert not cuda_attention._has_cudnn(device, *asked)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not cuda_attention._has_cudnn(torch.device("cuda", 0)) and len(recwarn) == told
+    assert not cuda_attention._has_cudnn(device, torch.float16, 64, 64)
 
 
 # -- ranges of keys ---------------------------------------------------------------------------------------------------
@@ -301,7 +298,7 @@ def test_launches_are_few(way: str, segment: int, cudnn_calls: list[Call], monke
     launched: list[str] = []
     monkeypatch.setattr(attention_parts, "_operation", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
     monkeypatch.setattr(attention_parts, "_launch", lambda operation, what, *_: launched.append(what) or True)
-    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
     step, layer, options = SimulatedStep([8, 8, 8]), layer_handle(0), {"window": 6} if way == "window" else {}
     outs: list[Tensor] = []

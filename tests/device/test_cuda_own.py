@@ -21,7 +21,6 @@ from path_runs import by_paths, by_units
 from simulated_step import SimulatedStep
 from test_cuda_attention import check
 
-from seq1f1b import proof
 from seq1f1b.attention.causal import causal_attention
 from seq1f1b.device import attention_proof, cuda_attention, kernel_library
 
@@ -108,7 +107,7 @@ def test_the_kernels_pass_the_check_at_the_first_use(
     head_dim: int, dtype: torch.dtype, name: str, calls: Calls
 ) -> None:
     launch = functools.partial(kernel_library.launch_attention, kernel_library.operations()[name])
-    attention_proof.prove(launch, proof.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
+    attention_proof.prove(launch, attention_proof.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
     assert calls[1] == [name] * len(attention_proof.CASES)
 
 
@@ -121,7 +120,7 @@ def test_ranges_are_merged_and_added_up(
     dtype: torch.dtype, way: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
-    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "OFTEN", 0)
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8)
     qkv, dout = (random_qkv(4, 2, seed=seed, tokens=40, head_dim=40, dtype=dtype) for seed in (0, 1))
@@ -135,7 +134,7 @@ def test_ranges_are_merged_and_added_up(
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_siblings_equal_their_paths(batch: int, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results over the own keys of all siblings, and over two ranges before them, lie as our kernels read them."""
+    """Results over the own keys of each sibling, and over two ranges before them, lie as our kernels read them."""
     monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
     step = SimulatedStep([9, 7, 15], parents=[-1, 0, 1], parts={2: [4, 1, 10]}, rows=[30, 0, 50], num_rows=65)
     given = {"batch": batch, "tokens": 31, "head_dim": 40, "dtype": BF16}
@@ -143,5 +142,5 @@ def test_siblings_equal_their_paths(batch: int, calls: Calls, monkeypatch: pytes
     order = [(kind, s) for kind, segments in (("F", (0, 1, 2)), ("B", (2, 1, 0))) for s in segments]
     found = by_units(step, order, {}, qkv, dout[0])
     assert max(errors(found, by_paths(step, {}, qkv, dout[0]))) < 1e-2
-    assert calls[1].count("merge") == 1 + 2  # of two ranges; of three
+    assert calls[1].count("merge") == 1  # of two ranges; siblings' rows are merged by torch
     assert calls[1].count("add") == 1 + 2 and "total" in calls[1]

@@ -1,18 +1,15 @@
 """Is attention of CUDA tensors right over the keys of a tree's path, as far as that can be told without a GPU?
 
 On CPU tensors, over stand-ins of aten's CUDA-only ops that leave unwritten memory NaN; the truth is each path alone, in
-float64. What a GPU runs at the first use of a way (cuda_attention.prove) is held to its purpose here: defects fail it.
+float64.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
-import aten_stand_ins
 import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
@@ -20,11 +17,10 @@ from attention_runs import OPTIONS, errors, formula, random_qkv
 from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
 from slices import full_only
-from torch import Tensor
 
-from seq1f1b import _C, proof
+from seq1f1b import _C
 from seq1f1b.attention.causal import causal_attention, layer_handle, positions
-from seq1f1b.device import attention_calls, attention_parts, cuda_attention
+from seq1f1b.device import cuda_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
@@ -45,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
 
 
 def use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: True)
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -137,39 +133,31 @@ def passes_over(step: SimulatedStep, calls: list[Call]) -> Iterator[list[tuple[s
 
 
 @pytest.mark.parametrize("by_cudnn", [False, True])
-def test_eight_siblings_take_two_calls(by_cudnn: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each direction: one over the prompt, by the way of such calls, and one over the own keys of all siblings. What
-    is left beside them is one merge forward, and one launch for each gradient backward."""
+def test_each_sibling_takes_a_call(by_cudnn: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each direction, and one over the prompt: all by the way of such calls."""
     if by_cudnn:
         use_cudnn(monkeypatch)
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
-    launched: list[str] = []
-    for name in ("merge", "add", "finish", "total"):
-        run = getattr(attention_parts, name)
-        monkeypatch.setattr(
-            attention_parts, name, lambda *given, run=run, name=name: launched.append(name) or run(*given)
-        )
-    passes = passes_over(prompt_and([3, 1, 4, 1, 5, 9, 2, 6], [100, 7]), calls)
-    way, over_prompt = (CUDNN, (1, 2, 12, 8)) if by_cudnn else (FLASH, (1, 12, 2, 8))
-    forward = way if by_cudnn else f"{way}_forward"
-    assert next(passes) == [(f"{FLASH}_forward", (31, 2, 8)), (forward, over_prompt)]
-    assert launched[-1:] == ["merge"] and launched.count("merge") == 1
-    launched.clear()
-    assert next(passes) == [(f"{FLASH}_backward", (31, 2, 8)), (f"{way}_backward", over_prompt)]
-    assert launched == ["finish", "add", "total"]
+    for parts in ([3, 2, 4], [3, 1]):  # cuDNN does not take one token
+        passes = passes_over(prompt_and(parts, [100, 7]), calls)
+        is_cudnn = by_cudnn and 1 not in parts
+        way, sizes = CUDNN if is_cudnn else FLASH, [*parts, 12]
+        over = [(1, 2, size, 8) if is_cudnn else (1, size, 2, 8) for size in sizes]
+        assert next(passes) == [(way if is_cudnn else f"{way}_forward", shape) for shape in over]
+        assert next(passes) == [(f"{way}_backward", shape) for shape in over]
 
 
 def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
-    """Ranges apart, two siblings in one unit: a call for each range and each row of siblings, none over a copy."""
+    """Ranges apart, two siblings in one unit: a call for each range and each sibling, none over a copy."""
     step = SimulatedStep([8, 8, 16], parents=[-1, 0, 1], parts={2: [8, 8]}, rows=[0, 16, 32], num_rows=48)
     qkv = random_qkv(2, 2, tokens=32, head_dim=8, dtype=torch.bfloat16, batch=1)
     for s in range(3):
         calls.clear()
         with step.unit("F", 0, s), torch.no_grad():
             causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0))
-    assert [shape[-3] for _, shape, *_ in calls] == [16, 8, 8]
+    assert [shape[-3] for _, shape, *_ in calls] == [8] * 4
     first = min(address for *_, address in calls)
-    assert sorted((address - first) // (8 * 2) for *_, address in calls) == [0, 16, 32]  # rows of 8 in 16 bits
+    assert sorted((address - first) // (8 * 2) for *_, address in calls) == [0, 16, 32, 40]  # rows of 8 in 16 bits
 
 
 def test_a_range_with_the_own_keys_is_one_call(calls: list[Call]) -> None:
@@ -221,204 +209,3 @@ def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
         found.append((out, len(calls)))
     assert [count for _, count in found] == [0, 2]
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-2, atol=1e-2)
-
-
-# -- the check at the first use --------------------------------------------------------------------------------------
-
-
-def prove(name: str, head_dim: int = 64, v_head_dim: int = 64) -> None:
-    cuda_attention.prove(name, proof.Use("", torch.bfloat16, head_dim, v_head_dim, torch.device("cpu")))
-
-
-FAMILIES = {"flash": FLASH, "cudnn": CUDNN, "documents": FLASH}
-
-
-def test_ways_pass_their_check(calls: list[Call]) -> None:
-    """Each by its own ops, and by flash's over sequences of many lengths for siblings; values may have other heads. All
-    that a process can check in a dtype and head size on a device is few calls."""
-    for v_head_dim in (128, 64):
-        calls.clear()
-        for name in cuda_attention._CHECKED:
-            begin = len(calls)
-            prove(name, v_head_dim=v_head_dim)
-            family = FAMILIES[name]
-            assert all(op.startswith(family) or (FLASH in op and len(shape) == 3) for op, shape, *_ in calls[begin:])
-            assert any(op.startswith(family) for op, *_ in calls[begin:])
-    print(f"calls of all checks: {len(calls)}")
-    assert len(calls) <= 130
-
-
-Op = Callable[..., Any]
-Fault = Callable[[Op], Op]
-
-
-def of_argument(index: int, change: Callable[[Any], Any]) -> Fault:
-    """The dispatcher leaves the last arguments out where they have their default."""
-    return lambda whole: lambda *a, **o: whole(*a[:index], *map(change, a[index : index + 1]), *a[index + 1 :], **o)
-
-
-def of_result(index: int, change: Callable[..., Any]) -> Fault:
-    """change: of the result, and of the op's arguments."""
-
-    def of(whole: Op) -> Op:
-        def call(*a: Any, **options: Any) -> Any:
-            found = list(whole(*a, **options))
-            found[index] = change(found[index], *a)
-            return tuple(found)
-
-        return call
-
-    return of
-
-
-def of_mask(change: Callable[[Tensor], Tensor]) -> Fault:
-    """Changes the answer by the keys that a query sees, where these are not all."""
-    return lambda whole: lambda *a: seen if (seen := whole(*a)).all() else change(seen)
-
-
-def first_of_each_group(index: int) -> Fault:
-    """dk or dv of cuDNN's backward (batch, heads, ...) from the first query head alone of those that share keys."""
-
-    def of(whole: Op) -> Op:
-        def call(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
-            is_first = torch.arange(q.shape[1])[:, None, None] % (q.shape[1] // k.shape[1]) == 0
-            found = list(whole(dout, q, k, *rest, **options))
-            found[index] = whole(dout * is_first, q, k, rest[0], rest[1] * is_first, *rest[2:], **options)[index]
-            return tuple(found)
-
-        return call
-
-    return of
-
-
-def in_padded_sums(whole: Op) -> Op:
-    """An lse of (sequences, heads, longest), as another torch may give."""
-
-    def call(*a: Any, **options: Any) -> Any:
-        out, lse, *rest = whole(*a, **options)
-        return out, lse if a[3] is None else lse[None].expand(len(a[3]) - 1, -1, -1).contiguous(), *rest
-
-    return call
-
-
-def causal_from_the_top(whole: Op) -> Op:
-    """Query i of a sequence sees its keys 0..i: right only where there are as many keys as queries."""
-
-    def call(*a: Any, **options: Any) -> Any:
-        if a[3] is not None:
-            q_bounds, k_bounds = a[3], a[4].clone()
-            k_bounds[1:] -= k_bounds[1] - q_bounds[1]
-            a = *a[:4], k_bounds, *a[5:]
-        return whole(*a, **options)
-
-    return call
-
-
-def without_a_window(whole: Op) -> Op:
-    return lambda *a, **options: whole(*a, **options | dict.fromkeys(("window_size_left", "window_size_right")))
-
-
-def as_one_sequence(whole: Op) -> Op:
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_bounds: Any, *rest: Any, **options: Any
-    ) -> Any:
-        if bounds is not None:
-            bounds, key_bounds, rest = bounds[[0, -1]], key_bounds[[0, -1]], (len(q), len(k), *rest[2:])
-        return whole(q, k, v, bounds, key_bounds, *rest, **options)
-
-    return call
-
-
-def nan_of_small_sums(dq: Tensor, *a: Any) -> Tensor:
-    """A part of cudnn-frontend#628."""
-    return dq * (float("nan") if bool((a[5] < -88.7).any()) else 1.0)
-
-
-def nan_behind_whole_tiles(dq: Tensor, *a: Any) -> Tensor:
-    """All of it: keys lie in dimension 2, and the mask is causal or there is none."""
-    return nan_of_small_sums(dq, *a) if a[2].shape[2] % 128 == 64 and not a[14] else dq
-
-
-FAULTS: dict[str, tuple[str, str, Fault]] = {  # of a library, beside those that test_kernel_proof.py plants
-    "cuDNN: no mask": ("cudnn", CUDNN, of_argument(6, lambda is_causal: False)),
-    "cuDNN: no mask backward": ("cudnn", f"{CUDNN}_backward", of_argument(14, lambda is_causal: False)),
-    "cuDNN: a key too many": ("cudnn", "_check_cudnn", of_mask(lambda seen: seen | seen.roll(1, 1))),
-    "cuDNN: all keys before the segment left out": (
-        "cudnn", CUDNN, of_result(1, lambda lse, *a: lse if len(a) > 6 and a[6] else lse - math.inf)
-    ),
-    "cuDNN: heads of keys swapped": ("cudnn", CUDNN, of_argument(1, lambda k: k.flip(1))),
-    "cuDNN: dq of small sums NaN": ("cudnn", f"{CUDNN}_backward", of_result(0, nan_of_small_sums)),
-    "cuDNN: dk of one query head of a group": ("cudnn", f"{CUDNN}_backward", first_of_each_group(1)),
-    "cuDNN: gradients without dout out": ("cudnn", f"{CUDNN}_backward", of_argument(4, torch.zeros_like)),
-    "documents: sums padded": ("documents", f"{FLASH}_forward", in_padded_sums),
-    "documents: causal from the top left": ("documents", f"{FLASH}_forward", causal_from_the_top),
-    "documents: as one": ("documents", f"{FLASH}_forward", as_one_sequence),
-    "flash: sums padded": ("flash", f"{FLASH}_forward", in_padded_sums),
-    "flash: siblings see each other": ("flash", f"{FLASH}_forward", as_one_sequence),
-    "flash: no window": ("flash", f"{FLASH}_forward", without_a_window),
-    "flash: no window backward": ("flash", f"{FLASH}_backward", without_a_window),
-}  # fmt: skip
-
-
-def plant(name: str, patch: pytest.MonkeyPatch) -> str:
-    """Plants a fault in an op of the library, or in the mask of a family of them; returns the way that it is in."""
-    way, target, change = FAULTS[name]
-    if target in aten_stand_ins._OPS:
-        patch.setitem(aten_stand_ins._OPS, target, change(aten_stand_ins._OPS[target]))
-    else:
-        patch.setattr(aten_stand_ins, target, change(getattr(aten_stand_ins, target)))
-    return way
-
-
-def test_the_check_finds_every_planted_fault(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
-    for name in FAULTS:
-        with monkeypatch.context() as patch:
-            way = plant(name, patch)
-            with cuda_kernels_on_the_cpu():
-                try:
-                    prove(way)
-                except (AssertionError, RuntimeError) as error:
-                    found[name] = str(error).splitlines()[0]
-    print(*(f"{name}: {found.get(name, 'not found')}" for name in FAULTS), sep="\n")
-    print(f"found: {len(found)} of {len(FAULTS)} planted faults")
-    assert found.keys() == FAULTS.keys()
-
-
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_the_check_finds_what_keys_are_cut_for(
-    is_cut: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """cudnn-frontend#628, where keys before the segment would be one call."""
-    fault = of_result(0, nan_behind_whole_tiles)(aten_stand_ins._OPS[f"{CUDNN}_backward"])
-    monkeypatch.setitem(aten_stand_ins._OPS, f"{CUDNN}_backward", fault)
-    if not is_cut:
-        monkeypatch.setattr(attention_calls, "_bounds", lambda start, limit, longest, way: [(start, limit)])
-    attention_calls.calls_of.cache_clear()
-    with (
-        cuda_kernels_on_the_cpu(),
-        nullcontext() if is_cut else pytest.raises(AssertionError, match=r"dq of .* is off"),
-    ):
-        prove("cudnn")
-    attention_calls.calls_of.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "proven, forward",
-    [
-        (("flash", "cudnn"), [(f"{FLASH}_forward", 3), (CUDNN, 4)]),
-        (("flash",), [(f"{FLASH}_forward", 3), (f"{FLASH}_forward", 4)]),
-        (("cudnn",), []),
-    ],
-)
-def test_a_way_that_fails_its_check_is_not_taken(
-    proven: tuple[str, ...], forward: list[tuple[str, int]], calls: list[Call], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_cudnn(monkeypatch)
-    monkeypatch.setattr(cuda_attention, "_is_proven", lambda name, q, width: name in proven)
-    step = prompt_and([2, 3, 4], [0, 20])
-    assert [(name, len(shape)) for name, shape in next(passes_over(step, calls))] == forward
-    qkv = random_qkv(4, 2, batch=1, tokens=21, head_dim=8, dtype=torch.bfloat16)
-    order = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
-    found = errors(by_units(prompt_and([2, 3, 4], [0, 20]), order, {}, qkv, qkv[0]), by_paths(step, {}, qkv, qkv[0]))
-    assert max(found) < LIMITS[torch.bfloat16]

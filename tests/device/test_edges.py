@@ -26,7 +26,6 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError, init_process_group
 from seq1f1b.cli import doctor
-from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.edges import TRANSPORTS
 
@@ -192,16 +191,6 @@ def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: 
     (failed,) = (line for line in lines if line.startswith("transport='nccl'"))
     assert "failed its proof" in failed
     assert len(lines) >= 4 * (1 + sum(row.between_gpus for row in TRANSPORTS.values())) - 3
-
-
-def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for queues, few, enough in (("4", 3, 2), ("", 7, 6), ("32", 31, 30)):
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-        with pytest.warns(UserWarning, match=f"CONNECTIONS is {queues or 8}: the {few} streams .* let it be 32 when"):
-            edges._warn_of_few_queues(few)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            edges._warn_of_few_queues(enough)
 
 
 def test_a_process_group_asks_for_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:

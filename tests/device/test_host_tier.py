@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import math
 import re
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in_engine import StandInEngine, StandInEvent, StandInStream, StandInTier
+from stand_in_engine import StandInEngine, StandInTier
 from stand_in_library import STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
@@ -161,7 +160,7 @@ def test_the_room_of_a_host_is_the_least_that_limits_it(tmp_path: Path) -> None:
         r"leaves 8192000: move fewer units by Memory\(units=\), use shorter segments, or allow more memory",
     ):
         check_host(2, 4_096_001, str(tmp_path))
-    write("proc/self/cgroup", "0::/a/b\n")  # version 2: the tightest of its ancestors
+    write("proc/self/cgroup", "0::/a/b\n")  # the tightest of its ancestors
     write("sys/fs/cgroup/a/b/memory.max", "max\n")
     write("sys/fs/cgroup/a/b/memory.current", "4096\n")
     write("sys/fs/cgroup/a/memory.max", "1600000\n")
@@ -171,13 +170,10 @@ def test_the_room_of_a_host_is_the_least_that_limits_it(tmp_path: Path) -> None:
     write("sys/fs/cgroup/a/memory.current", "1700000\n")  # the group is beyond its limit already
     write("sys/fs/cgroup/a/memory.stat", "")
     assert room() == (0, "the limit of control group /a")
-    # version 1, in a container that sees its own group as the root
-    write("proc/self/cgroup", "12:cpu:/x\n4:memory:/docker/0123\n")
-    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "3200000\n")
-    write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000000\n")
+    write("proc/self/cgroup", "12:cpu:/x\n0::/docker/0123\n")  # in a container that sees its own group as the root
+    write("sys/fs/cgroup/memory.max", "3200000\n")
+    write("sys/fs/cgroup/memory.current", "1000000\n")
     assert room() == (2_200_000 - 200_000, "the limit of control group /")
-    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert room() == ((9000 - 1000) * 1024, "free memory")
 
 
 def test_a_host_that_is_too_small_is_told_before_its_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,14 +350,3 @@ def test_what_all_loads_need_is_refused_at_the_first(tier: HostTime, monkeypatch
         move(tier, 0, tensors((20 << 20) + 1), out=True)
     assert stand_in().count("cuMemHostAlloc") == 0
     tier.reset()
-
-
-def test_the_stand_in_has_what_torch_has() -> None:
-    for double, real in ((StandInStream, torch.cuda.Stream), (StandInEvent, torch.cuda.Event)):
-        for name, function in inspect.getmembers(double, inspect.isfunction):
-            if not name.startswith("_"):
-                assert [*inspect.signature(function).parameters] == [
-                    *inspect.signature(getattr(real, name)).parameters
-                ], name
-    assert "self.cuda_event" in inspect.getsource(torch.cuda.Event)  # an attribute of C, on GPUs alone
-    assert {"Stream", "Event", "stream", "current_stream"} <= set(dir(torch.cuda))

@@ -16,9 +16,8 @@ import torch
 from at_once import at_once
 from torch import Tensor
 
-from seq1f1b import proof
 from seq1f1b.device import attention_proof, cuda_attention, kernel_library
-from seq1f1b.device.attention_ways import ATTENTION_WAYS
+from seq1f1b.device.attention_ways import ATTENTION_WAYS, BackwardArguments, Options, chain
 from seq1f1b.device.kernel_library import ATTENTION
 from seq1f1b.device.kernel_tables import Operation
 
@@ -30,9 +29,22 @@ def operation(name: str) -> Operation:
     return Operation(name, "13.0.88", "sm_80", len, len, len)  # functions that no test here calls
 
 
-def right(operation: Operation, *tensors: Tensor, **options: Any) -> None:
+def right(
+    operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, docs: Tensor, scale: float,
+    window: int, softcap: float, store: bool = False, **of_backward: Tensor,
+) -> None:  # fmt: skip
     """In place of kernel_library.launch_attention: by matrix products."""
-    cuda_attention._launch(ATTENTION_WAYS["plain"], *tensors, **options)
+    none, plain = q.new_empty(0), ATTENTION_WAYS["plain"]
+    docs_of_queries = docs[:, docs.shape[1] - q.shape[2] :]
+    place, num_keys = chain(k.shape[2], store), k.shape[2]
+    options = Options(docs, none, docs_of_queries, none, scale, window, softcap, place, num_keys)
+    if not of_backward:
+        results, found = (out, lse), plain.forward(q, k, v, options)
+    else:
+        dout, dq, dk, dv, *own = (of_backward[name] for name in ("dout", "dq", "dk", "dv", "own_dk", "own_dv"))
+        results, found = (dq, *own), plain.backward(BackwardArguments(dout, q, k, v, out, lse, options, dk, dv))
+    for to, got in zip(results, found, strict=True):
+        to.copy_(got)
 
 
 OPTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # changes of what a launch is asked for
@@ -115,7 +127,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Operation]
     for name, value in {
         "preferred": "", "LIBRARY": tmp_path / "library.so", "_operations_of": lambda path: found,
         "launch_attention": right, "can_run": lambda device: True,
-        "_proofs": proof.Proofs(now.instead, now.family),
+        "_proofs": attention_proof.Proofs(now.instead, now.family),
     }.items():  # fmt: skip
         monkeypatch.setattr(kernel_library, name, value)
     kernel_library._warn_of_products.cache_clear()
@@ -127,9 +139,9 @@ def choose(name: str = FORWARD, dtype: torch.dtype = torch.bfloat16, head_dim: i
 
 
 @pytest.fixture
-def counted(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> list[proof.Use]:
+def counted(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> list[attention_proof.Use]:
     """Checks that were made; all pass."""
-    uses: list[proof.Use] = []
+    uses: list[attention_proof.Use] = []
     monkeypatch.setattr(attention_proof, "prove", lambda launch, use: uses.append(use))
     return uses
 
@@ -138,7 +150,7 @@ def counted(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("dtype", proof.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", attention_proof.DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_kernel_that_is_right_is_used(
     head_dim: int, dtype: torch.dtype, name: str, gpu: dict[str, Operation], recwarn: pytest.WarningsRecorder
@@ -146,7 +158,7 @@ def test_a_kernel_that_is_right_is_used(
     state = torch.get_rng_state()
     for _ in range(2):
         assert choose(name, dtype, head_dim) is gpu[name]
-    assert kernel_library._proofs.results == {proof.Use(name, dtype, head_dim, head_dim, CPU): True}
+    assert kernel_library._proofs.results == {attention_proof.Use(name, dtype, head_dim, head_dim, CPU): True}
     assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
 
 
@@ -158,7 +170,7 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
     with pytest.warns(UserWarning, match=f"the CUDA kernel {name} .bfloat16, heads of 64. failed its check on") as said:
         assert [choose(name), choose(name)] == [None] * 2
     (text,) = (str(warning.message) for warning in said)
-    assert "on cpu, this machine: " in text and "matrix products, up to 200 times slower" in text
+    assert "on cpu, this machine: " in text and "Matrix products, up to 200 times slower" in text
     assert "Install seq1f1b again" in text and "SEQ1F1B_CUDA_KERNELS=library" in text
     monkeypatch.setattr(kernel_library, "launch_attention", right)
     with warnings.catch_warnings():
@@ -187,26 +199,26 @@ def test_a_program_of_any_state_can_check(name: str, gpu: dict[str, Operation]) 
 
 
 def test_nothing_is_checked_while_a_graph_is_captured(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch,
+    gpu: dict[str, Operation], counted: list[attention_proof.Use], monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(proof, "is_capturing", lambda: True)
+    monkeypatch.setattr(attention_proof, "is_capturing", lambda: True)
     assert choose() is None and not counted
-    monkeypatch.setattr(proof, "is_capturing", lambda: False)
+    monkeypatch.setattr(attention_proof, "is_capturing", lambda: False)
     assert choose() is gpu[FORWARD] and len(counted) == 1
-    monkeypatch.setattr(proof, "is_capturing", lambda: True)
+    monkeypatch.setattr(attention_proof, "is_capturing", lambda: True)
     assert choose() is gpu[FORWARD] and not recwarn.list
 
 
-def test_threads_check_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
+def test_threads_check_once(gpu: dict[str, Operation], counted: list[attention_proof.Use]) -> None:
     found = at_once(4, choose)
     assert found == [gpu[FORWARD]] * 4 and len(counted) == 1
 
 
 def test_a_thread_does_not_wait_for_anothers_check_for_ever(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
+    gpu: dict[str, Operation], counted: list[attention_proof.Use], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
+    monkeypatch.setattr(attention_proof.Proofs, "PATIENCE", 0.01)
     with kernel_library._proofs.lock:
         assert choose() is None
     assert choose() is gpu[FORWARD] and len(counted) == 1
@@ -228,7 +240,9 @@ def way(head_dim: int = 64, name: str = FORWARD) -> str:
     return cuda_attention.way(q, head_dim, cuda_attention.Options(none, none, none, none, 0.1, 0, 20.0), name)
 
 
-def test_heads_for_which_there_is_no_kernel_are_told_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
+def test_heads_for_which_there_is_no_kernel_are_told_once(
+    gpu: dict[str, Operation], counted: list[attention_proof.Use]
+) -> None:
     words = "goes by matrix products, .* heads of 64 or 128 in bfloat16 or float16, not for heads of 96 in bfloat16"
     with pytest.warns(UserWarning, match=words) as said:
         assert way(96) == way(96, BACKWARD) == "plain"
@@ -240,21 +254,3 @@ def test_a_library_that_was_not_built_is_told_once(gpu: dict[str, Operation], mo
     with pytest.warns(UserWarning, match="were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1") as said:
         assert way() == way(name=BACKWARD) == way() == "plain"
     assert len(said) == 1
-
-
-def test_a_library_that_lacks_an_operation_is_told_once(
-    gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is of another version: training goes on without it."""
-
-    def lacking(path: Path) -> dict[str, Operation]:
-        raise ValueError("old.so has no operation attention_backward")
-
-    monkeypatch.setattr(kernel_library, "_operations_of", lacking)
-    kernel_library.LIBRARY.touch()
-    with pytest.warns(UserWarning, match=r"old.so has no operation attention_backward. Install seq1f1b again") as said:
-        assert choose() is choose(BACKWARD) is None
-    assert len(said) == 1
-    monkeypatch.setattr(kernel_library, "preferred", "own")
-    with pytest.raises(ValueError, match=r"old.so has no operation"):
-        choose()

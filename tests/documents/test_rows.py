@@ -29,21 +29,6 @@ def of_rows(rows: Any) -> Trees:
     return Trees(rows, [None] * len(rows))
 
 
-def test_outputs_are_a_list_of_rows() -> None:
-    model = whole_model(CONFIG)
-    rows = [[3, 2], [7], [1, 1]]
-    tokens, _ = data_of(of_rows(rows))
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(stage_of(model, CONFIG, group.rank, 2), num_microbatches=1, group=group)
-        return engine.eval(tokens, return_outputs=True, segment_sizes=rows)[1]
-
-    first, outputs = run_ranks(2, run)
-    assert first is None
-    for output, row in zip(outputs, tokens, strict=True):
-        assert torch.allclose(output, model(row), atol=1e-12)
-
-
 # -- with other parts of the engine ------------------------------------------------------------------------------------
 
 

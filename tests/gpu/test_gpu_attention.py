@@ -15,7 +15,6 @@ from attention_runs import errors, formula, gradients, random_qkv, segmented
 from gpu_runs import Ranks, poison
 from torch import Tensor
 
-from seq1f1b import proof
 from seq1f1b.device import cuda_attention
 from seq1f1b.placement import step_on
 
@@ -71,20 +70,6 @@ def test_tails_are_right(device: torch.device, head_dim: int, kv_heads: int, mon
     prefixes = (64,) if device.type == "cpu" else (64, 192, 704, 1000, 1216, 1280)
     for prefix, tokens, name in itertools.product(prefixes, (128, 192, 261), ("", "far logits")):
         hold(device, BF16, (head_dim, head_dim), kv_heads, name, (prefix, tokens), (0,), monkeypatch)
-
-
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
-@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
-@pytest.mark.parametrize("way", cuda_attention._CHECKED)
-def test_ways_pass_their_check(device: torch.device, way: str, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """A failure here is a warning elsewhere, and a slower way."""
-    use = proof.Use(way, dtype, *head_dims, device)
-    is_cuda = device.type == "cuda"
-    if is_cuda and way == "cudnn" and not (cuda_attention._has_cudnn(device) and cuda_attention._cudnn_takes(use)):
-        pytest.skip(f"cuDNN {torch.backends.cudnn.version()} does not take heads of {head_dims} on this GPU")
-    if way in ("flash", "documents") and not cuda_attention._has_flash(device):
-        pytest.skip("this GPU is older than Ampere")
-    cuda_attention.prove(way, use)
 
 
 def hold(

@@ -175,8 +175,8 @@ def test_a_thread_that_asks_an_engine_for_steps_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lengths", "change", "message"),
     [
-        ([], {}, "there are no documents to sample"),
-        ([5, 0], {}, "document 1 has 0 tokens, must have at least 1"),
+        ([], {}, "there are no documents"),
+        ([5, 0], {}, "document 1 has 0 tokens, must have 1 to"),
         ([5, 2.5], {}, "document 1 has 2.5 tokens"),
         ([5, 9000], {}, "document 1 has 9000 tokens; a step of 8000 has no room .* at least 9000"),
         ([5, 6000], {"num_replicas": 2}, "for each of 2 replicas: .* at least 12000"),
@@ -191,7 +191,7 @@ def test_a_thread_that_asks_an_engine_for_steps_is_refused() -> None:
     ],
 )
 def test_bad_documents(lengths: Any, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         list(batches(lengths=lengths, **change))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("seq1f1b-plan") and thread.daemon]
 

@@ -195,7 +195,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lengths", "change", "error", "message"),
     [
-        ([], {}, ValueError, "there are no documents to plan a step of"),
+        ([], {}, ValueError, "there are no documents"),
         ([5, 0, 3], {}, ValueError, "document 1 has 0 tokens, must have 1 to"),
         ([5, -4], {}, ValueError, "document 1 has -4 tokens"),
         ([5, "6"], {}, TypeError, "document 1 has '6' tokens, must be a whole number"),

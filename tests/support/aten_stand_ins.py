@@ -7,7 +7,6 @@ registered, holds calls and results to the schemas of the installed torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seq1f1b.device import cuda_attention, document_layout
+from seq1f1b.device import cuda_attention
 
 Call = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """Name of an op, shape, strides and address of its keys."""
@@ -65,52 +64,29 @@ def _backward(
     return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
 
 
-def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """As the kernels read a window: a side of as many tokens as the longest sequence has keys counts as none, and
-    beside another side none is again so many, which hides keys from the first of more queries than keys."""
-    left, right = (-1 if side is None or side >= longest else side for side in (left, right))
+def _seen_in(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """As the kernels read a window: a side of as many tokens as there are keys counts as none, and beside another side
+    none is again so many, which hides keys from the first of more queries than keys."""
+    left, right = (-1 if side is None or side >= keys else side for side in (left, right))
     right = 0 if causal else right
     if left >= 0 > right:
-        right = longest
+        right = keys
     if right > 0 > left:
-        left = longest
+        left = keys
     return _visible(queries, keys, left, right)
 
 
-# Flash takes rows of a batch, (batch, tokens, heads, head_dim), or sequences of many lengths, (all tokens, heads,
-# head_dim), where sequence i lies in rows cum_seq[i] to cum_seq[i + 1]. The kernels visit tiles of a sequence up to
-# max_q and max_k alone, and rows of no sequence stay as the memory was, here NaN.
-
-
-def _sequences(t: Tensor, cum: Tensor | None) -> list[Tensor]:
-    """Views of each sequence, (1, tokens, heads, head_dim)."""
-    if cum is None:
-        return list(t.split(1))
-    return [t[None, begin:end] for begin, end in itertools.pairwise(cum.tolist())]
-
-
-def _sums(lse: Tensor, cum: Tensor | None) -> list[Tensor]:
-    """Returns the same rows of lse, which is (batch, heads, tokens) or (heads, all tokens)."""
-    return [t.mT for t in _sequences(lse.mT, cum)]
+# The flash ops take (batch, tokens, heads, head_dim).
 
 
 def _check_flash(
-    q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None, max_q: int, max_k: int, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, cum_q: None, cum_k: None, max_q: int, max_k: int, dropout: float
 ) -> None:
     assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype and dropout == 0.0
     assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.shape[-2] % k.shape[-2] == 0
     assert q.shape[-1] == k.shape[-1] and k.shape == v.shape
-    if cum_q is None or cum_k is None:
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
-        _check_rows(q, k, v)
-        return
-    assert q.dim() == k.dim() == 3
-    _check_rows(q[None], k[None], v[None])
-    for cum, total, most in ((cum_q, len(q), max_q), (cum_k, len(k), max_k)):
-        assert cum.dtype == torch.int32 and cum.dim() == 1 and cum.is_contiguous()
-        assert cum.shape == cum_q.shape and cum[0] >= 0 and cum[-1] <= total and (cum.diff() >= 0).all()
-        assert cum.diff().max() <= most, "queries beyond max_q are not computed, keys beyond max_k are not seen"
-    assert max_q > 1 or q.shape[1] == k.shape[1], "one query a sequence: the op moves heads about"
+    assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
+    _check_rows(q, k, v)
 
 
 def _flash_forward(
@@ -122,18 +98,11 @@ def _flash_forward(
     assert seqused_k is None and block_table is None
     assert alibi_slopes is None, "torch's build refuses them"
     _check_flash(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p)
-    out, lse = torch.full_like(q, math.nan), torch.full_like(q[..., 0].mT, math.nan, dtype=torch.float32)
-    lse = lse.contiguous()
-    of_keys = _sequences(k, cum_k), _sequences(v, cum_k), _sequences(out, cum_q), _sums(lse, cum_q)
-    for queries, keys, values, of_out, of_lse in zip(_sequences(q, cum_q), *of_keys, strict=True):
-        if queries.shape[1]:
-            sizes = queries.shape[1], keys.shape[1], max_k
-            seen = _seen_in(*sizes, is_causal and max_q > 1, window_size_left, window_size_right)
-            found = _forward(queries, keys, values, seen, q.shape[-1] ** -0.5 if scale is None else scale)
-            of_out.copy_(found[0])
-            of_lse.copy_(found[1])
+    seen = _seen_in(max_q, max_k, is_causal and max_q > 1, window_size_left, window_size_right)
+    out, lse = _forward(q, k, v, seen, q.shape[-1] ** -0.5 if scale is None else scale)
     nothing = torch.empty(0, dtype=torch.uint64)
-    return out, lse, nothing, nothing.clone(), q.new_empty(0)
+    found = torch.empty_like(q).copy_(out), lse.float().contiguous()
+    return *found, nothing, nothing.clone(), q.new_empty(0)
 
 
 def _flash_backward(
@@ -144,20 +113,10 @@ def _flash_backward(
     _check_flash(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p)
     assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
     assert lse.shape == q[..., 0].mT.shape and lse.dtype == torch.float32 and lse.is_contiguous()
-    grads = tuple(torch.full_like(t, math.nan) for t in (q, k, v))
-    of_all = [_sequences(t, cum) for t, cum in ((dout, cum_q), (q, cum_q), (k, cum_k), (v, cum_k), (out, cum_q))]
-    of_grads = [_sequences(t, cum) for t, cum in zip(grads, (cum_q, cum_k, cum_k), strict=True)]
-    of_each = zip(*of_all, _sums(lse, cum_q), *of_grads, strict=True)
-    for of_dout, queries, keys, values, of_out, of_lse, *to in of_each:
-        sizes = queries.shape[1], keys.shape[1], max_k
-        seen = _seen_in(*sizes, is_causal and max_q > 1, window_size_left, window_size_right)
-        assert cum_q is None or seen.any(1).all(), "a row that sees no key"
-        of_rows = of_dout, queries, keys, values, of_out, of_lse
-        found = _backward(*of_rows, seen, q.shape[-1] ** -0.5 if scale is None else scale)
-        to[0].copy_(found[0])
-        for of_keys, grad in zip(to[1:], found[1:], strict=True):  # rounds each query head's
-            of_keys.copy_(grad.to(q.dtype).unflatten(2, (keys.shape[2], -1)).sum(3))
-    return grads
+    seen = _seen_in(max_q, max_k, is_causal and max_q > 1, window_size_left, window_size_right)
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, seen, q.shape[-1] ** -0.5 if scale is None else scale)
+    dk, dv = (g.to(q.dtype).unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))  # rounds each query head's
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *absent: Any) -> Tensor:
@@ -234,5 +193,3 @@ def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
             yield calls
         finally:
             cuda_attention._passes.cache_clear()
-            document_layout._remembered.clear()
-            document_layout._asking.clear()

@@ -80,6 +80,4 @@ def emulated_kernels(library: Path, shared_limit: int = SHARED_163_KB) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_library, "LIBRARY", library)
         patch.setattr(kernel_library, "_operations_of", lambda path: found)
-        kernel_library._usable.cache_clear()
         yield launched
-    kernel_library._usable.cache_clear()

@@ -6,12 +6,10 @@ import contextlib
 import gc
 import itertools
 import os
-import re
 import resource
 import signal
 import socket
 import sys
-import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -146,57 +144,6 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, ki
 # -- recovery ----------------------------------------------------------------------------------------------------------
 
 
-def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
-    """Rank 1 stays in its own code for several time-outs, while the others try again and again."""
-    made = engine(transport=kind, limits=Limits(step=1.5, first_step=1.5))
-    assert step(made)[0] == ""
-    if rank == 1:
-        time.sleep(late)
-    found = []
-    until = time.monotonic() + 25.0
-    done = 0
-    while done < 2 and time.monotonic() < until:
-        name, text, _, _ = step(made)
-        done = done + 1 if name == "" else 0
-        found += [(name, text)] if name else []
-    made.close()
-    return found, done
-
-
-@pytest.mark.parametrize(("kind", "late"), each_value(TRANSPORTS, [2.0, 5.0]))
-def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, kind: str, late: float) -> None:
-    results = results_of(3, tmp_path, recover_late, kind, late)
-    for found, done in results:
-        assert done == 2, found
-        assert {name for name, _ in found} <= {"PipelineError"}, found
-    assert any("rank 1 has been in code after step 1" in text for _, text in results[0][0])
-
-
-def train_or_evaluate(rank: int, pipe: Connection, kind: str) -> Any:
-    """Rank 1 evaluates while the others train, over longer sequences than before; afterwards all train."""
-    made = engine(transport=kind, limits=Limits(step=3.0, first_step=3.0))
-    x = torch.ones(2, 3, 4)
-    made.step(x, target=x)
-    long = torch.ones(2, 300, 4)
-    found = outcome(lambda: made.eval(long, target=long) if rank == 1 else made.step(long, target=long))
-    ended = None
-    for _ in range(8):
-        ended = step(made)
-        if ended[0] == "":
-            break
-    made.close()
-    return found, ended
-
-
-@pytest.mark.parametrize("kind", TRANSPORTS)
-def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, kind: str) -> None:
-    """Every rank ends with an error that says so; gloo ended the process where two ends asked for different sizes."""
-    results = results_of(3, tmp_path, train_or_evaluate, kind)
-    for (name, text, _, _), ended in results:
-        assert name in ("PipelineError", "RuntimeError") and ended[0] == "", (name, text, ended)
-    assert any(re.search(r"received F0.0 of step 2 \((train|eval)", text) for (_, text, _, _), _ in results), results
-
-
 def fail_in_eval(rank: int, pipe: Connection, kind: str) -> Any:
     """The last rank fails in the last unit of an eval, which the first one has left well by then."""
     made = engine(transport=kind, limits=Limits(step=3.0, first_step=3.0))
@@ -266,30 +213,6 @@ def test_an_interrupt_as_a_transfer_begins(tmp_path: Path) -> None:
     for rounds in results:
         for _, again in rounds:
             assert again[-1][0] == "", again
-
-
-def lose_a_rank(rank: int, pipe: Connection) -> Any:
-    """Rank 2 dies within a step. Returns what the others keep of their engine."""
-    made = engine(transport="c10d", limits=Limits(step=5.0, first_step=5.0))
-    assert step(made)[0] == ""
-    pipe.send(os.getpid())
-    if rank == 2:
-        made._runner.stages[2].module.register_forward_pre_hook(lambda *_: os._exit(1))
-    ended = step(made)[0]
-    made.close()
-    if rank == 1:  # its end would end them
-        time.sleep(1.0)
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("seq1f1b")]
-    return ended, threads
-
-
-def test_nothing_is_left_of_an_engine_whose_rank_died(tmp_path: Path) -> None:
-    """Rank 0 is no neighbour of the dead one: its transfers with rank 1 end as both close."""
-    with running(3, tmp_path, lose_a_rank) as ranks:
-        for rank in range(3):
-            ranks.receive(rank)
-        for rank in range(2):
-            assert ranks.result(rank) == ("PipelineError", []), rank
 
 
 def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:

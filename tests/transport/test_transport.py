@@ -28,8 +28,8 @@ import seq1f1b
 from seq1f1b import _C, PipelineError, transport
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.bootstrap import Handshake
 from seq1f1b.transport.edges import place_tensor
-from seq1f1b.transport.handshake import Handshake
 
 PLACES = 2
 EDGE = "activations of stage 0 to 1"
@@ -403,7 +403,7 @@ def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyP
         return dial(handshake, name + "-elsewhere" if handshake.rank == 2 and name == handshakes[1].name else name)
 
     monkeypatch.setattr(Handshake, "_dial", dial_as)
-    monkeypatch.setattr("seq1f1b.transport.handshake._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
+    monkeypatch.setattr("seq1f1b.transport.bootstrap._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
     handshakes = [Handshake(rank, timeout_s=20.0) for rank in range(3)]
     results = meet_all(handshakes)
     assert [sorted(connections) for connections, _ in results] == [[1], [0], []]
