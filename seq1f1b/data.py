@@ -19,8 +19,8 @@ from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
 from seq1f1b.report.report import PipelineReport
-from seq1f1b.seconds import Fit, Span
-from seq1f1b.unit_times import terms_of, unit_seconds
+from seq1f1b.seconds import Fit
+from seq1f1b.unit_times import terms_of
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
@@ -93,7 +93,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._documents, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
         self.cost = cost
         self._engine, self._looks, self._unit = engine, 0, 0
-        self._measured: list[tuple[str, int, Span, float]] = []  # pass, stage, span and seconds of units
+        self._measured: list[tuple[str, int, float, float, float]] = []  # pass, stage, tokens, pairs, seconds of units
         self._ahead: list[StepPlan] = []  # plans handed out and not measured yet
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
@@ -218,8 +218,9 @@ class DocumentBatches(Sampler[PlannedStep]):
         del self._ahead[: self._ahead.index(plan) + 1]
         spans = [row.spans_in() for row in plan.costs.rows]
         for rank in report.ranks if self._looks > 0 else ():
-            for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
-                self._measured.append((kind, stage, spans[microbatch][segment], seconds))
+            for (kind, stage, microbatch, segment), seconds in rank._shared_seconds.items():
+                tokens, pairs, *_ = spans[microbatch]
+                self._measured.append((kind, stage, float(tokens[segment]), float(pairs[segment]), seconds))
         self._looks += 1
         if self._looks == len(_SCALES):
             own = [(key, tuple(fit)) for key, fit in terms_of(self._measured).items()]

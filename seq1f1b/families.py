@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any
+from operator import add
+from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
+from seq1f1b.files import nearest_name
 from seq1f1b.flat import MOST, Counts, flat, numbers, whole
+from seq1f1b.unit import Unit
 
-__all__ = ["OPTION_KINDS", "Family", "families", "schedules"]
+if TYPE_CHECKING:
+    from seq1f1b.schedule import Schedule
+
+__all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -64,25 +70,22 @@ class Family:
     ) -> tuple[Any, ...]:
         """Returns the core's arguments: counts, options in the core's order, segments and parents of micro-batches."""
         num_ranks, num_microbatches, segments, stages_per_rank = counts
-        of_all = None if parents is None else _parents_of_all(num_microbatches, segments, parents)
-        rows: array[int] | None = None
-        if of_all is not None and not hasattr(segments, "__len__"):
-            segments = [segments] * num_microbatches
+        rows = of_all = None
+        if parents is not None:
+            segments = segments if hasattr(segments, "__len__") else [segments] * num_microbatches
+            of_all = _parents_of_all(num_microbatches, segments, parents)
         if hasattr(segments, "__len__"):
-            rows, most = numbers("num_segments", "i", segments), max(segments, default=0)
+            rows, segments = numbers("num_segments", "i", segments), max(segments, default=0)
             if len(rows) != num_microbatches:
-                raise ValueError(
-                    f"num_segments holds {len(rows)} values, must be one number or one for each of {num_microbatches} "
-                    "micro-batches"
-                )
-            segments = most
+                rule = f"one number or one for each of {num_microbatches} micro-batches"
+                raise ValueError(f"num_segments holds {len(rows)} values, must be {rule}")
         for name in options:
             if name not in self.options:
                 raise ValueError(f"{self.name} takes no option '{name}'; it takes {', '.join(self.options) or 'none'}")
-        names = ("num_ranks", "num_microbatches", "num_segments", "stages_per_rank")
-        for name, value in zip(names, (num_ranks, num_microbatches, segments, stages_per_rank), strict=True):
-            if not (isinstance(value, int) and 1 <= value <= MOST):
-                whole(name, value, 1, MOST)
+        whole("num_ranks", num_ranks, 1, MOST)
+        whole("num_microbatches", num_microbatches, 1, MOST)
+        whole("num_segments", segments, 1, MOST)
+        whole("stages_per_rank", stages_per_rank, 1, MOST)
         form = Counts(num_ranks, num_ranks * stages_per_rank, segments, rows)
         read = tuple(
             _option(form, options[row[0]], *row) if row[0] in options else _LEFT_OUT[row[0]]
@@ -132,10 +135,87 @@ def schedules() -> tuple[str, ...]:
     return tuple(family.name for family in families())
 
 
-def _parents_of_all(num_microbatches: int, segments: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int | Sequence[int] = 1,
+    stages_per_rank: int = 1,
+    options: Mapping[str, Any] | None = None,
+    parents: Sequence[Sequence[int] | None] | None = None,
+    recompute: str | Callable[[Unit], bool] = "none",
+    offload_units: str | Callable[[Unit], bool] = "none",
+    prefetch: int | None = None,
+    weights: str = "planned",
+) -> Schedule:
+    """Builds the order of a named family.
+
+    Args:
+        name: one of :func:`schedules`.
+        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, a
+            number for each micro-batch: an order of rows, with costs and bytes ``[stage][micro-batch][segment]``. In
+            rules of rows k is the largest number, and ``M k`` the sum. A family that needs equal numbers raises.
+        options: further settings; ``seq1f1b.schedule.families()`` lists the options of each family.
+            ``group``: micro-batches that go forward, and back, together.
+            ``round``: interleaving: least number of micro-batches in a round.
+            ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
+            groups of P segments or a few more, so fewer messages wait; k >= P, and without ``round``.
+            ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: trades
+            memory for time if transfers are slow.
+            ``cap``: most (stage, segment) units of a rank, if the backward is split; more than the family's own cap
+            lets W wait for a bubble.
+            ``unit_bytes``, ``cap_bytes``: a cap in bytes: ``unit_bytes`` of each unit from F to the end of W, a number
+            or ``[stage][segment]``; ``cap_bytes`` of a rank, a number or a number per rank.
+            ``transfer``: seconds of a message between two ranks.
+            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; default: the better of both.
+            ``backward``: for ``"auto"``, ``"split"`` into I and W (default), or ``"whole"``, a B.
+            ``trees``: with ``parents``, ``"nested"``: one branch after another, so a rank holds a path and P - 1 units
+            more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
+            go forward by their numbers and back in reverse, as in every other family.
+            ``costs``: seconds of F, I and W, each a number or ``[stage][segment]``, if the backward is split: Ws fill
+            the bubbles left by F and I; under these costs the order is never worse than the order for equal costs.
+            ``"auto"`` searches the whole order by costs, and is never worse than a named family within an equal cap.
+        parents: trees of segments: for each micro-batch a list with the parent of each segment, -1 for segment 0, the
+            root, and a lower number than the segment's own for all other segments; None for a micro-batch without
+            branches. F of a segment runs after F of its parent, the backward after the children's backwards. Every
+            family builds for trees.
+        recompute: units to recompute: ``"none"``, ``"all"``, or a callable of a unit, see :meth:`Schedule.recompute`.
+        offload_units: units to move to a tier and back: ``"none"``, ``"all"``, or a callable of a unit, see
+            :meth:`Schedule.offload`.
+        prefetch, weights: number of receive places, and whether W fills waits (``"fill"``) or not (``"planned"``), see
+            :meth:`Schedule.replace`. For places by time (None), the options ``costs`` and ``transfer`` are the times.
+
+    Raises:
+        ValueError: unknown name or option, or a number out of range.
+        ScheduleError: the counts break a rule of the family; names the rule.
+    """
+    from seq1f1b.schedule import Schedule  # which names this function, too
+
+    if name not in schedules():
+        raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
+    counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
+    [family] = (family for family in families() if family.name == name)
+    schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
+    if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
+        schedule._times = _times_of_options(schedule, options)
+    schedule = schedule.replace(prefetch=prefetch, weights=weights)
+    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
+    return schedule if offload_units == "none" else schedule.offload(offload_units)
+
+
+def _times_of_options(order: Schedule, options: Mapping[str, Any]) -> array[float]:
+    """Returns the seconds by which places are counted: those of the options, or 1 for F, I and W, and 0 for others."""
+    forward, inputs, weight = (flat(order, "costs", _C.PER_CELL, each) for each in options.get("costs", (1, 1, 1)))
+    known = {"forward": forward, "backward": array("d", map(add, inputs, weight)), "input": inputs, "weight": weight}
+    nothing = array("d", bytes(8 * len(forward)))
+    tables = (forward if name == "recompute" else known.get(name, nothing) for name in _C.PASS_NAMES)
+    return sum(tables, array("d")) + flat(order, "transfer", _C.PER_PAIR, options.get("transfer", 0.0))
+
+
+def _parents_of_all(num_microbatches: int, rows: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
     if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
         raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
-    rows = list(segments) if hasattr(segments, "__len__") else [segments] * num_microbatches
     if len(parents) != num_microbatches:
         raise ValueError(
             f"parents hold {len(parents)} lists, must hold one for each of {num_microbatches} micro-batches"

@@ -6,12 +6,12 @@ import contextlib
 import difflib
 import json
 import os
-import stat
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from inspect import signature
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 __all__ = [
@@ -55,16 +55,15 @@ def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     Without a target, the file gets the mode of any new file in the folder: safetensors, for instance, makes files that
     only the owner can read.
     """
-    if os.path.isfile(target):
-        mode = os.stat(target).st_mode
-    else:
-        new = os.path.join(os.path.dirname(file), f".seq1f1b-{os.urandom(8).hex()}")
-        with open(new, "wb"):
-            mode = os.stat(new).st_mode
-        os.remove(new)
-    if mode != os.stat(file).st_mode:
+    new = Path(file).with_name(f".seq1f1b-{os.urandom(8).hex()}")
+    try:
+        if not os.path.isfile(target):
+            new.touch()
+            target = new
         with contextlib.suppress(OSError):  # another owner, or a file system without modes
-            os.chmod(file, stat.S_IMODE(mode))
+            shutil.copymode(target, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
@@ -128,31 +127,6 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
     return {name: value for name, value in data.items() if name != "format"}
 
 
-def load(kind: type[T], data: object, where: str, *, least: float | None = None) -> T:
-    """Makes a dataclass or named tuple from JSON values, each checked against the type of the field.
-
-    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another dataclass or named tuple, ``tuple[X, ...]`` and
-    ``X | None``. A named tuple may also be a list of values, as ``json.dumps`` writes named tuples. A field with a
-    default may be missing.
-
-    Args:
-        where: beginning of errors; the path of fields to the wrong value follows.
-        least: least value of every number.
-    Raises:
-        ValueError: no object, an unknown or missing field, or a value of a wrong type or not finite.
-    """
-    hints, fields = get_type_hints(kind), signature(kind).parameters
-    if isinstance(data, list) and issubclass(kind, tuple):
-        if len(data) != len(fields):
-            raise ValueError(f"{where} is {data!r:.80}, must be {list(fields)}")
-        data = dict(zip(fields, data, strict=True))
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is {data!r:.80}, must be an object")
-    optional = [name for name, field in fields.items() if field.default is not field.empty]
-    check_names(data, fields, where, optional)
-    return kind(**{name: _value(hints[name], data[name], f"{where}: {name}", least) for name in data})
-
-
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", lambda value: type(value) is int and is_number(value)),
     float: ("a finite number", is_number),
@@ -165,23 +139,37 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 """By the type of a field: what it holds, and how JSON's value is recognised."""
 
 
-def _value(kind: Any, value: Any, where: str, least: float | None) -> Any:
-    origin = get_origin(kind)
-    if origin is UnionType:  # X | None
-        if value is None:
-            return None
-        kind = next(each for each in get_args(kind) if each is not NoneType)
-        origin = get_origin(kind)
-    plain = origin or kind
-    if plain not in _TYPES:
-        return load(kind, value, where, least=least)
-    what, is_kind = _TYPES[plain]
-    bounded = least is not None and kind in (int, float)
-    if not is_kind(value) or (bounded and value < least):
-        raise ValueError(f"{where} is {value!r:.80}, must be {what}{f' of at least {least}' if bounded else ''}")
-    if plain is tuple:
-        return tuple(_value(get_args(kind)[0], each, f"{where}[{i}]", least) for i, each in enumerate(value))
-    return float(value) if kind is float else value
+def load(kind: Any, data: Any, where: str, *, least: float | None = None) -> Any:
+    """Makes a dataclass or named tuple from JSON values, each checked against the type of the field.
+
+    Types are int, float, str, bool, Any, ``Mapping[str, Any]``, another dataclass or named tuple, ``tuple[X, ...]`` and
+    ``X | None``. A named tuple may also be a list of values, as ``json.dumps`` writes named tuples. A field with a
+    default may be missing.
+
+    Args:
+        where: beginning of errors; the path of fields to the wrong value follows.
+        least: least value of every number.
+    Raises:
+        ValueError: no object, an unknown or missing field, or a value of a wrong type or not finite.
+    """
+    if get_origin(kind) is UnionType:  # X | None
+        return None if data is None else load(get_args(kind)[0], data, where, least=least)
+    plain = get_origin(kind) or kind
+    if plain in _TYPES:
+        what, is_kind = _TYPES[plain]
+        bound = f" of at least {least}" if least is not None and kind in (int, float) else ""
+        if not is_kind(data) or (bound and data < least):
+            raise ValueError(f"{where} is {data!r:.80}, must be {what}{bound}")
+        if plain is tuple:
+            return tuple(load(get_args(kind)[0], each, f"{where}[{i}]", least=least) for i, each in enumerate(data))
+        return float(data) if kind is float else data
+    hints, fields = get_type_hints(kind), signature(kind).parameters
+    if isinstance(data, list) and issubclass(kind, tuple) and len(data) == len(fields):
+        data = dict(zip(fields, data, strict=True))
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {data!r:.80}, must be an object with {list(fields)}")
+    check_names(data, fields, where, [name for name, field in fields.items() if field.default is not field.empty])
+    return kind(**{name: load(hints[name], data[name], f"{where}: {name}", least=least) for name in data})
 
 
 def check_names(given: Iterable[str], known: Collection[str], where: str, optional: Collection[str] = ()) -> None:

@@ -240,7 +240,7 @@ def _flops_of(model: ModelShape) -> tuple[float, float]:
 
 def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
     """Returns a shape from named fields; errors begin with ``name``."""
-    shape = load(ModelShape, data, name)
+    shape: ModelShape = load(ModelShape, data, name)
     check_model(shape, name)
     return shape
 

@@ -155,7 +155,7 @@ class TunedOrder(_File):
             ValueError: no such text; names the field.
             ScheduleError: the order cannot be built.
         """
-        found = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
+        found: TunedOrder = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
         _check(found, (found,) if found.segment_sizes else (), "tuned order")
         return found
 
@@ -280,7 +280,7 @@ class Plan(_File):
             ScheduleError: the order cannot be built.
         """
         fields = json_fields(text, "plan", _FORMAT)
-        plan = load(cls, fields, "plan")
+        plan: Plan = load(cls, fields, "plan")
         check_model(plan.model, "plan: model")
         if plan.prefetch is not None and plan.prefetch < 0:
             raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on, or null")

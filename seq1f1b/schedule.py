@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
 from types import EllipsisType
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.families import Family, families, schedules
-from seq1f1b.files import nearest_name
-from seq1f1b.flat import HOLDINGS, MOST, flat, held_bytes, pass_seconds, seconds_per_byte, whole
-from seq1f1b.simulation import (
-    Costs,
-    Links,
-    Noise,
-    PeakMemory,
-    Simulation,
-    StepMemory,
-    costs_of_options,
-    kinds_that_fit,
-    memory_of,
-    simulated,
+from seq1f1b.families import Family, build_schedule, families, schedules
+from seq1f1b.flat import (
+    HOLDINGS,
+    MOST,
+    flat,
+    held_bytes,
+    numbers,
+    pass_seconds,
+    seconds_per_byte,
+    unit_seconds,
+    whole,
     whole_values,
 )
+from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
 from seq1f1b.unit import Timeline, Unit, edges_of
 
 __all__ = [
@@ -128,14 +126,12 @@ class Schedule:
         other = self._from_handle(self.handle, like=self)
         other._lowered = self._lowered
         if prefetch is not ...:
-            if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool)):
-                raise TypeError(f"prefetch must be an int or None, got {type(prefetch).__name__}")
-            whole("prefetch", prefetch or 0, 0, MOST)
-            other.prefetch, other._lowered = prefetch, self._lowered if prefetch == self.prefetch else None
+            other.prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, MOST)
+            other._lowered = self._lowered if prefetch == self.prefetch else None
         if costs is not None:
             if other.prefetch is not None:
                 raise ValueError(
-                    f"costs count places where prefetch is None, and prefetch is {other.prefetch}: give one of the two"
+                    f"costs count places where prefetch is None, not {other.prefetch}: give one of the two"
                 )
             other._times, other._lowered = self._seconds_of(costs), None
         if weights is not None:
@@ -293,7 +289,15 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: the order recomputes or moves units already, ``by`` is unknown, or a number is out of range.
         """
-        return self._with_kinds(kinds_that_fit(self, memory, room, by, costs, tier_room))
+        if not by or not set(by) <= {"recompute", "offload"}:
+            raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
+        rooms, most = whole_values(self, "room", _C.PER_RANK, room), None
+        if tier_room is not None:
+            most = whole_values(self, "tier_room", _C.PER_RANK, tier_room)
+        held, tier = held_bytes(self, memory, costs.links), flat(self, "tier", _C.PER_CELL, costs.tier)
+        start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
+        ways = "recompute" in by, "offload" in by
+        return self._with_kinds(_C.program_fit(self._lower(), held, rooms, tier, start, most, *ways))
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         order = self
@@ -463,14 +467,85 @@ class Schedule:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
-        return simulated(self, costs, memory, durations, noise, steps, optimizer_sync, critical, progress)
+        whole("steps", steps, 1, MOST)
+        if steps > 1 and optimizer_sync is None:
+            raise ValueError("optimizer_sync must be True or False where there is more than one step")
+        whole("seed", noise.seed, 0, 2**64 - 1)
+        program, counts = self._lower(), self._num_units
+        tier, links = flat(self, "tier", _C.PER_CELL, costs.tier), costs.links
+        [send] = numbers("send", "d", [links.send])
+        jitters = numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter])
+        makespan, period, span, busy, wait, times, path = _C.program_simulate(
+            program,
+            (
+                pass_seconds(self, costs),
+                flat(self, "latency", _C.PER_PAIR, links.latency),
+                seconds_per_byte(self, links),
+                flat(self, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
+                flat(self, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
+                tier if any(tier) else None,
+                flat(self, "optimizer", _C.PER_RANK, costs.optimizer),
+                None if durations is None else unit_seconds(self, durations),
+            ),
+            send,
+            jitters,
+            noise.seed,
+            self.fills,
+            steps,
+            bool(optimizer_sync),
+            critical,
+            progress or (lambda num_run: None),  # every call gives Ctrl-C a chance
+        )
+        if self._peak is None:  # does not depend on costs and bytes
+            self._peak = tuple(row[0] for row in self._peaks(StepMemory(), Links()))
+        rows = [array("d") for _ in 3 * counts]
+        for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
+            row.frombytes(times[begin:end].cast("B"))  # copies bytes: quicker than number by number
+        start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
+        return Simulation(
+            makespan=makespan,
+            span=tuple(span),
+            busy=tuple(busy),
+            wait=tuple(wait),
+            bubble=tuple(makespan - seconds for seconds in busy),
+            peak=self._peak,
+            memory=None if memory is None else self.peak_memory(memory, costs),
+            given=memory,
+            period=period if steps > 1 else None,
+            slack=tuple(map(tuple, slack)) if critical else None,
+            critical_path=tuple(self.units_of(rank)[i] for rank, i in path) if critical else None,
+            schedule=self,
+            start=start,
+            end=ends,
+        )
 
     def peak_memory(self, memory: StepMemory, costs: Costs = Costs()) -> PeakMemory:
         """Returns the most bytes of each rank, as in :meth:`simulate`; times do not matter.
 
         Takes arguments and raises errors of :meth:`simulate`; ``costs`` holds the bytes of messages.
         """
-        return memory_of(self, memory, costs.links)
+        constant = dict.fromkeys(("weights", "optimizer", "logits"), (0,) * self.num_ranks)
+        for name in [name for name in constant if getattr(memory, name)]:
+            given, held = getattr(memory, name), [0] * self.num_ranks
+            of_stages = [0] * (self.num_stages - 1) + [given] if name == "logits" else given
+            values = whole_values(self, name, _C.PER_STAGE, of_stages)
+            for rank, value in zip(self.rank_of_stage, values, strict=True):
+                held[rank] += value
+            constant[name] = tuple(held)
+        _, *of_holdings, receive, totals = zip(*self._peaks(memory, costs.links), strict=True)
+        found = {row.name: of_holdings[h] for h, row in enumerate(HOLDINGS) if row.counts_with == h}
+        return PeakMemory(
+            receive=receive,
+            total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
+            **constant,
+            **found,
+        )
+
+    def _peaks(self, memory: StepMemory, links: Links) -> list[list[int]]:
+        """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
+        found = _C.program_memory(self._lower(), held_bytes(self, memory, links)).cast("B")
+        rows: Any = found.cast("q", (self.num_ranks, len(HOLDINGS) + 3))
+        return rows.tolist()  # type: ignore[no-any-return]
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Returns the most tokens in live units of each rank at once.
@@ -483,7 +558,7 @@ class Schedule:
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """Returns bytes [rank][i][holding]: a pair, taken at the start of unit i and freed at its end."""
-        found = _C.program_changes(self._lower(), held_bytes(self, memory, None)).cast("B")
+        found = _C.program_changes(self._lower(), held_bytes(self, memory, Links())).cast("B")
         rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
@@ -515,70 +590,3 @@ def check_units(name: str, units: object) -> None:
     """Raises unless ``units`` is "none", "all" or a callable."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
         raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
-
-
-def build_schedule(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_segments: int | Sequence[int] = 1,
-    stages_per_rank: int = 1,
-    options: Mapping[str, Any] | None = None,
-    parents: Sequence[Sequence[int] | None] | None = None,
-    recompute: str | Callable[[Unit], bool] = "none",
-    offload_units: str | Callable[[Unit], bool] = "none",
-    prefetch: int | None = None,
-    weights: str = "planned",
-) -> Schedule:
-    """Builds the order of a named family.
-
-    Args:
-        name: one of :func:`schedules`.
-        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, a
-            number for each micro-batch: an order of rows, with costs and bytes ``[stage][micro-batch][segment]``. In
-            rules of rows k is the largest number, and ``M k`` the sum. A family that needs equal numbers raises.
-        options: further settings; ``seq1f1b.schedule.families()`` lists the options of each family.
-            ``group``: micro-batches that go forward, and back, together.
-            ``round``: interleaving: least number of micro-batches in a round.
-            ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
-            groups of P segments or a few more, so fewer messages wait; k >= P, and without ``round``.
-            ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: trades
-            memory for time if transfers are slow.
-            ``cap``: most (stage, segment) units of a rank, if the backward is split; more than the family's own cap
-            lets W wait for a bubble.
-            ``unit_bytes``, ``cap_bytes``: a cap in bytes: ``unit_bytes`` of each unit from F to the end of W, a number
-            or ``[stage][segment]``; ``cap_bytes`` of a rank, a number or a number per rank.
-            ``transfer``: seconds of a message between two ranks.
-            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; default: the better of both.
-            ``backward``: for ``"auto"``, ``"split"`` into I and W (default), or ``"whole"``, a B.
-            ``trees``: with ``parents``, ``"nested"``: one branch after another, so a rank holds a path and P - 1 units
-            more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
-            go forward by their numbers and back in reverse, as in every other family.
-            ``costs``: seconds of F, I and W, each a number or ``[stage][segment]``, if the backward is split: Ws fill
-            the bubbles left by F and I; under these costs the order is never worse than the order for equal costs.
-            ``"auto"`` searches the whole order by costs, and is never worse than a named family within an equal cap.
-        parents: trees of segments: for each micro-batch a list with the parent of each segment, -1 for segment 0, the
-            root, and a lower number than the segment's own for all other segments; None for a micro-batch without
-            branches. F of a segment runs after F of its parent, the backward after the children's backwards. Every
-            family builds for trees.
-        recompute: units to recompute: ``"none"``, ``"all"``, or a callable of a unit, see :meth:`Schedule.recompute`.
-        offload_units: units to move to a tier and back: ``"none"``, ``"all"``, or a callable of a unit, see
-            :meth:`Schedule.offload`.
-        prefetch, weights: number of receive places, and whether W fills waits (``"fill"``) or not (``"planned"``), see
-            :meth:`Schedule.replace`. For places by time (None), the options ``costs`` and ``transfer`` are the times.
-
-    Raises:
-        ValueError: unknown name or option, or a number out of range.
-        ScheduleError: the counts break a rule of the family; names the rule.
-    """
-    if name not in schedules():
-        raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
-    counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    [family] = (family for family in families() if family.name == name)
-    schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
-    if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
-        schedule = schedule.replace(costs=costs_of_options(options))
-    schedule = schedule.replace(prefetch=prefetch, weights=weights)
-    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
-    return schedule if offload_units == "none" else schedule.offload(offload_units)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,8 +89,8 @@ def spans_of(
     windows: Sequence[int] = (),
     parents: Sequence[int] | None = None,
     parts: Sequence[Sequence[int]] | None = None,
-) -> list[Span]:
-    """Returns a span for each segment of a row of documents, or of a tree.
+) -> Span:
+    """Returns a span of arrays: the segments of a row of documents, or of a tree.
 
     In a tree each segment sees its path; leaves in one segment see the path and their own tokens.
 
@@ -102,28 +101,23 @@ def spans_of(
         parts: for each segment of a tree the tokens of each leaf; None: no leaves share a segment.
     """
     if parents is None:
-        bounds = list(itertools.accumulate(sizes, initial=0))
-        found = spans_between(documents or (bounds[-1],), bounds, windows)
-        columns = (each.tolist() for each in (*found[:3], *found.within))
-        return [Span._make((*row[:3], row[3:])) for row in zip(*columns, strict=True)]
+        return spans_between(documents or (sum(sizes),), list(itertools.accumulate(sizes, initial=0)), windows)
     ends: list[int] = []
-    spans: list[Span] = []
+    within: list[list[float]] = [[] for _ in (0, *windows)]
     for number, (size, parent) in enumerate(zip(sizes, parents, strict=True)):
         begin = ends[parent] if parent >= 0 else 0
-        leaves = (size,) if parts is None else parts[number]
-        pairs = [
-            sum(_pairs_of_first(begin + n, window) - _pairs_of_first(begin, window) for n in leaves)
-            for window in (0, *windows)
-        ]
         ends.append(begin + size)
-        spans.append(Span(size, pairs[0], begin + size, tuple(pairs[1:])))
-    return spans
+        leaves = (size,) if parts is None else parts[number]
+        for pairs, window in zip(within, (0, *windows), strict=True):
+            pairs.append(sum(_pairs_of_first(begin + n, window) - _pairs_of_first(begin, window) for n in leaves))
+    tokens, end, pairs_of_all, *others = (np.array(column, float) for column in (sizes, ends, *within))
+    return Span(tokens, pairs_of_all, end, tuple(others))
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:
-    """Joins spans into one span of arrays."""
+    """Joins spans of numbers or arrays into one span of arrays."""
     tokens, pairs, end, within = zip(*spans, strict=True)
-    columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
+    columns: Any = [np.hstack(column).astype(float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
     return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
 
 
@@ -152,23 +146,19 @@ def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool 
     Measured zeros are left out; without other rows everything is 0. The fit tries every subset of the three terms,
     others at zero: the best solution without a negative term is the least-squares solution under the bounds.
     """
-    rows = [row for row in rows if row[2] > 0]
-    if not rows:
-        return Fit(0.0, 0.0, 0.0, 0.0)
+    measured = np.array([row for row in rows if row[2] > 0], float).reshape(-1, 3)
     # Dividing each row by its seconds makes every residual a relative error.
-    table = np.array([[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows])
+    table = np.column_stack((np.ones(len(measured)), measured[:, :2])) / measured[:, 2:]
     scale = np.maximum(np.linalg.norm(table, axis=0), 1e-300)
-    best = (math.inf, [0.0, 0.0, 0.0])
-    columns = range(3 if with_pairs else 2)
-    for size in range(1, len(columns) + 1):
-        for chosen in map(list, itertools.combinations(columns, size)):
-            solution = (
-                np.linalg.lstsq(table[:, chosen] / scale[chosen], np.ones(len(rows)), rcond=1e-6)[0] / scale[chosen]
-            )
+    least, best = math.inf, np.zeros(3)
+    for size in (1, 2, 3) if len(measured) else ():
+        for chosen in map(list, itertools.combinations(range(3 if with_pairs else 2), size)):
+            scaled = table[:, chosen] / scale[chosen]
+            solution = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=1e-6)[0] / scale[chosen]
             error = float(np.mean((table[:, chosen] @ solution - 1) ** 2))
-            if solution.min() >= 0 and error < best[0] - 1e-15:
-                values = dict(zip(chosen, solution.tolist(), strict=True))
-                best = error, [values.get(i, 0.0) for i in range(3)]
-    floor, per_token, per_pair = best[1]
-    ratios = [s / (floor + per_token * tokens + per_pair * pairs) - 1 for tokens, pairs, s in rows]
-    return Fit(floor, per_token, per_pair, math.sqrt(statistics.fmean(r * r for r in ratios)))
+            if solution.min() >= 0 and error < least - 1e-15:
+                least, best = error, np.zeros(3)
+                best[chosen] = solution
+    residual = float(np.sqrt(np.mean((1 / (table @ best) - 1) ** 2))) if best.any() else 0.0
+    floor, per_token, per_pair = best.tolist()
+    return Fit(floor, per_token, per_pair, residual)

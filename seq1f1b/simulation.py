@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from seq1f1b import _C
-from seq1f1b.flat import HOLDINGS, MOST, flat, held_bytes, numbers, pass_seconds, seconds_per_byte, whole
 from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
@@ -111,7 +108,6 @@ class StepMemory:
         inputs: bytes kept for R by a recomputed unit beyond the receive place; held from F to the end of B or I.
         staying: bytes of every unit, held from F to the end of B or I, even if activations are recomputed or moved: an
             input from a stage of the same rank, the gradient of a loss within F. Counts with ``inputs`` in peaks.
-        forward_work, backward_work: temporary bytes of a running F or R, and of a running B or I, per unit.
         weights: weights and their gradients, per stage; held throughout.
         optimizer: state of the optimizer, per stage; held throughout.
         logits: logits of one unit of the last stage, and temporary bytes of the loss; held throughout.
@@ -130,8 +126,6 @@ class StepMemory:
     shard_logits: int | Sequence[int] = 0
     kv_rows: int | Sequence[Sequence[int]] = 0
     staying: int | Sequence[Sequence[int]] = 0
-    forward_work: int | Sequence[Sequence[int]] = 0
-    backward_work: int | Sequence[Sequence[int]] = 0
     kv_gradient_rows: int | Sequence[Sequence[int]] = 0
 
 
@@ -155,8 +149,6 @@ class PeakMemory:
     total: tuple[int, ...]
     inputs: tuple[int, ...]
     shard_logits: tuple[int, ...]
-    forward_work: tuple[int, ...]
-    backward_work: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -209,159 +201,3 @@ class Simulation:
     def to_text(self, width: int = 100) -> str:
         """Returns the timeline as text, one line per rank, in ``width`` columns."""
         return timeline_text(self.timeline, width=width)
-
-
-def simulated(
-    schedule: Schedule,
-    costs: Costs,
-    memory: StepMemory | None,
-    durations: Sequence[Sequence[float]] | None,
-    noise: Noise,
-    steps: int,
-    optimizer_sync: bool | None,
-    critical: bool,
-    progress: Callable[[int], object] | None,
-) -> Simulation:
-    """Runs an order in the core, with arguments and errors of :meth:`seq1f1b.Schedule.simulate`."""
-    if not 1 <= steps <= MOST:
-        whole("steps", steps, 1, MOST)
-    if steps > 1 and optimizer_sync is None:
-        raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    if not 0 <= noise.seed < 2**64:
-        whole("seed", noise.seed, 0, 2**64 - 1)
-    program, counts = schedule._lower(), schedule._num_units
-    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
-    [send] = numbers("send", "d", [links.send])
-    jitters = numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter])
-    makespan, period, span, busy, wait, times, path = _C.program_simulate(
-        program,
-        (
-            pass_seconds(schedule, costs),
-            flat(schedule, "latency", _C.PER_PAIR, links.latency),
-            seconds_per_byte(schedule, links),
-            flat(schedule, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
-            flat(schedule, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
-            tier if any(tier) else None,
-            flat(schedule, "optimizer", _C.PER_RANK, costs.optimizer),
-            None if durations is None else unit_seconds(schedule, durations),
-        ),
-        send,
-        jitters,
-        noise.seed,
-        schedule.fills,
-        steps,
-        bool(optimizer_sync),
-        critical,
-        progress or _ignore,
-    )
-    if schedule._peak is None:  # does not depend on costs and bytes
-        schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
-    rows = [array("d") for _ in 3 * counts]
-    for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
-        row.frombytes(times[begin:end].cast("B"))  # copies bytes: quicker than number by number
-    start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
-    return Simulation(
-        makespan=makespan,
-        span=tuple(span),
-        busy=tuple(busy),
-        wait=tuple(wait),
-        bubble=tuple(makespan - seconds for seconds in busy),
-        peak=schedule._peak,
-        memory=None if memory is None else memory_of(schedule, memory, links),
-        given=memory,
-        period=period if steps > 1 else None,
-        slack=tuple(map(tuple, slack)) if critical else None,
-        critical_path=tuple(schedule.units_of(rank)[i] for rank, i in path) if critical else None,
-        schedule=schedule,
-        start=start,
-        end=ends,
-    )
-
-
-def kinds_that_fit(
-    schedule: Schedule, memory: StepMemory, room: Any, by: Sequence[str], costs: Costs, tier_room: Any
-) -> bytes:
-    """Returns a byte for each cell: 0 for a kept unit, 1 recomputed, 2 moved. Takes arguments and raises errors of
-    :meth:`seq1f1b.Schedule.fit`."""
-    if not by or not set(by) <= {"recompute", "offload"}:
-        raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-    rooms = whole_values(schedule, "room", _C.PER_RANK, room)
-    tier = flat(schedule, "tier", _C.PER_CELL, costs.tier)
-    start = unit_seconds(schedule, schedule.simulate(costs).start) if len(set(by)) == 2 else None
-    held = held_bytes(schedule, memory, costs.links)
-    most = None if tier_room is None else whole_values(schedule, "tier_room", _C.PER_RANK, tier_room)
-    ways = "recompute" in by, "offload" in by
-    return _C.program_fit(schedule._lower(), held, rooms, tier, start, most, *ways)
-
-
-def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
-    """Returns the seconds of every unit, rank after rank."""
-    counts = schedule._num_units
-    if len(rows) != len(counts):
-        raise ValueError(f"durations hold {len(rows)} ranks, the schedule has {len(counts)}")
-    for count, row in zip(counts, rows, strict=True):
-        if len(row) != count:
-            raise ValueError(f"durations of one rank holds {len(row)} values, must hold {count}")
-    return numbers("durations", "d", chain.from_iterable(rows))
-
-
-def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[int]]:
-    """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
-    found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links)).cast("B")
-    rows: Any = found.cast("q", (schedule.num_ranks, len(HOLDINGS) + 3))
-    return rows.tolist()  # type: ignore[no-any-return]
-
-
-def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemory:
-    """Returns the peaks of every rank, with memory held throughout a step."""
-
-    constant = dict.fromkeys(("weights", "optimizer", "logits"), (0,) * schedule.num_ranks)
-    for name in [name for name in constant if getattr(memory, name)]:
-        given, held = getattr(memory, name), [0] * schedule.num_ranks
-        of_stages = [0] * (schedule.num_stages - 1) + [given] if name == "logits" else given
-        values = whole_values(schedule, name, _C.PER_STAGE, of_stages)
-        for rank, value in zip(schedule.rank_of_stage, values, strict=True):
-            held[rank] += value
-        constant[name] = tuple(held)
-    _, *of_holdings, receive, totals = zip(*_peaks(schedule, memory, links), strict=True)
-    found = {row.name: of_holdings[h] for h, row in enumerate(HOLDINGS) if row.counts_with == h}
-    return PeakMemory(
-        receive=receive,
-        total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
-        **constant,
-        **found,
-    )
-
-
-def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
-    """Returns bytes or tokens of each rank, stage or segment; raises for numbers below 0."""
-    values = flat(schedule, name, per, given, "q")
-    if min(values) < 0:
-        raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
-    return values
-
-
-def costs_of_options(options: Mapping[str, Any]) -> Costs:
-    """Returns the costs in the options of :func:`seq1f1b.build_schedule`; 1 for F, I and W without options."""
-    forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
-    return Costs(
-        forward,
-        _sum(inputs, weight),
-        weight,
-        inputs,
-        statistics=0.0,
-        loss=0.0,
-        links=Links(latency=options.get("transfer", 0.0)),
-    )
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if hasattr(a, "dtype"):  # arrays
-        return a + b
-    if not hasattr(a, "__len__"):
-        return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
-    return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
-
-
-def _ignore(num_run: int) -> None:
-    """Ignores the progress; every call gives Ctrl-C a chance."""

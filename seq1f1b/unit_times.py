@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from seq1f1b.seconds import PASSES, Fit, PassSeconds, Span, fit_seconds
-from seq1f1b.unit import Unit
-
-if TYPE_CHECKING:
-    from seq1f1b.report.report import Report
 
 __all__: list[str] = []
 
@@ -23,22 +19,15 @@ _SHARDS = {"statistics": "S", "loss": "T", "embed": "E", "embed_gradient": "G"} 
 _ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # only ratios count: passes without measurement follow them
 
 
-def unit_seconds(report: Report) -> dict[Unit, float]:
-    """Returns the seconds of each unit of a rank, with an equal share of the engine's own time."""
-    units = report._unit_seconds
-    own = report._own_seconds / max(1, len(units))
-    return {unit: seconds + own for unit, seconds in units.items()}
-
-
-def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
-    """Returns a ``Fit`` for each pass of each stage, from measured units: pass, stage, span and seconds.
+def terms_of(measured: Iterable[tuple[str, int, float, float, float]]) -> Terms:
+    """Returns a ``Fit`` for each pass of each stage, from measured units: pass, stage, tokens, pairs and seconds.
 
     A unit of n tokens and p pairs of query and key takes a + b n + c p seconds: a for launches and other fixed work, b
     for products with weights, c for attention. No term is negative.
     """
-    samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
-    for kind, stage, span, seconds in measured:
-        samples[kind, stage].append((span.tokens, span.pairs, seconds))
+    samples: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for kind, stage, tokens, pairs, seconds in measured:
+        samples[kind, stage].append((tokens, pairs, seconds))
     return {key: fit_seconds(each) for key, each in samples.items()}
 
 
@@ -53,7 +42,6 @@ class MeasuredUnits:
     Attributes:
         splits: whether I and W were measured.
         balance: position in the sequence at which attention takes as long as a token's other work.
-        fixed: seconds of F and B of a unit at any length (the floors), the mean of all stages.
     """
 
     def __init__(self, terms: Terms, like: Any = None) -> None:
@@ -70,7 +58,6 @@ class MeasuredUnits:
         whole = [fits[name] for fits in self._stages for name in ("forward", "backward") if name in fits]
         attention = sum(fit.per_pair for fit in whole)
         self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
-        self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
 
     def seconds(self, span: Span) -> Any:
         """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 __all__ = ["HOST"]
 
@@ -26,21 +26,14 @@ Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
 """Places to which units may move: a directory for a file, pinned host memory, nowhere."""
 
 
-class _Tier(NamedTuple):
-    device_type: str  # of the stages
-    refusal: str  # for stages elsewhere, with the remedy
-
-
-_TIERS = {
-    "folder": _Tier(
-        "cpu",
+_REFUSALS = {
+    "folder": (
         "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), "
-        "which moves it to pinned host memory",
+        "which moves it to pinned host memory"
     ),
-    "host": _Tier(
-        "cuda",
+    "host": (
         "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
-        "a directory on a fast disk",
+        "a directory on a fast disk"
     ),
 }
 
@@ -54,9 +47,9 @@ def check(tier: str, option: str, device: object) -> None:
         device: the stages' device, a torch.device or its text.
     """
     if tier_of(str(device).partition(":")[0]) != tier:
-        raise ValueError(f"{option}: {_TIERS[tier].refusal.format(device=device)}")
+        raise ValueError(f"{option}: {_REFUSALS[tier].format(device=device)}")
 
 
 def tier_of(device_type: str) -> str | None:
     """Returns the tier, "folder" or "host", for units on a type of device; None without a tier."""
-    return next((name for name, tier in _TIERS.items() if tier.device_type == device_type), None)
+    return {"cpu": "folder", "cuda": "host"}.get(device_type)

@@ -39,7 +39,7 @@ static PyObject *holding(const void *unused, int64_t h)
 {
     (void)unused;
     s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
-    return Py_BuildValue("(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
+    return Py_BuildValue("(sii)", facts.name, (int)facts.per, (int)facts.counts_with);
 }
 
 /* What Python has to know of each kind of option: what it holds one value for. */

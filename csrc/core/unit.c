@@ -260,14 +260,13 @@ typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* none if one pass makes both products */
     IF_RECOMPUTED,
-    AS_SAVED, /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
-    AND_AGAIN_BY_R
+    AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
 } when;
 
 #define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
 
 static const struct {
-    const char *name, *text;
+    const char *name;
     s1f_per per;
     s1f_holding counts_with;
     s1f_product taken_by, freed_by;
@@ -275,37 +274,31 @@ static const struct {
     uint32_t used_by; /* products whose makers read or write the holding */
     when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
-    [S1F_HOLDS_SAVED] = {"activations", "activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH,
-                         EACH, SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
-    [S1F_HOLDS_FOR_WEIGHT] = {"kept_activations", "activations for W", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT,
-                              WEIGHT_GRADIENT, EACH, EACH, SAVES | GRADIENTS, AS_SAVED},
-    [S1F_HOLDS_OUTPUT_GRADIENT] = {"output_gradients", "output gradients kept for W", S1F_PER_CELL,
-                                   S1F_HOLDS_OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT, EACH, EACH, GRADIENTS,
-                                   BETWEEN_TWO_PASSES},
-    [S1F_HOLDS_KV] = {"kv", "KV cache", S1F_PER_STAGE, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, FIRST, FIRST,
+    [S1F_HOLDS_SAVED] = {"activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH, EACH,
+                         SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
+    [S1F_HOLDS_FOR_WEIGHT] = {"kept_activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, WEIGHT_GRADIENT, EACH, EACH,
+                              SAVES | GRADIENTS, AS_SAVED},
+    [S1F_HOLDS_OUTPUT_GRADIENT] = {"output_gradients", S1F_PER_CELL, S1F_HOLDS_OUTPUT_GRADIENT, INPUT_GRADIENT,
+                                   WEIGHT_GRADIENT, EACH, EACH, GRADIENTS, BETWEEN_TWO_PASSES},
+    [S1F_HOLDS_KV] = {"kv", S1F_PER_STAGE, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, FIRST, FIRST,
                       SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_KV_GRADIENT] = {"kv_gradients", "KV gradients", S1F_PER_STAGE, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT,
-                               INPUT_GRADIENT, LAST, FIRST, BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_INPUT] = {"inputs", "inputs kept for R", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH,
-                         EACH, SAVES | BIT(INPUT_GRADIENT), IF_RECOMPUTED},
-    [S1F_HOLDS_SHARD_LOGITS] = {"shard_logits", "logits of a shard", S1F_PER_SEGMENT, S1F_HOLDS_SHARD_LOGITS,
-                                STATISTICS, LOSS, EACH, EACH, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
-    [S1F_HOLDS_KV_ROWS] = {"kv_rows", "a unit's keys and values", S1F_PER_CELL, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT,
-                           EACH, EACH, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_STAYING] = {"staying", "what stays", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
+    [S1F_HOLDS_KV_GRADIENT] = {"kv_gradients", S1F_PER_STAGE, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT, INPUT_GRADIENT,
+                               LAST, FIRST, BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_INPUT] = {"inputs", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
+                         SAVES | BIT(INPUT_GRADIENT), IF_RECOMPUTED},
+    [S1F_HOLDS_SHARD_LOGITS] = {"shard_logits", S1F_PER_SEGMENT, S1F_HOLDS_SHARD_LOGITS, STATISTICS, LOSS, EACH, EACH,
+                                BIT(STATISTICS) | BIT(LOSS), ALWAYS},
+    [S1F_HOLDS_KV_ROWS] = {"kv_rows", S1F_PER_CELL, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, EACH, EACH,
                            SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_FORWARD_WORK] = {"forward_work", "work of F", S1F_PER_CELL, S1F_HOLDS_FORWARD_WORK, OUTPUT, OUTPUT, EACH,
-                                EACH, SAVES, AND_AGAIN_BY_R},
-    [S1F_HOLDS_BACKWARD_WORK] = {"backward_work", "work of B", S1F_PER_CELL, S1F_HOLDS_BACKWARD_WORK, INPUT_GRADIENT,
-                                 INPUT_GRADIENT, EACH, EACH, BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_KV_GRADIENT_ROWS] = {"kv_gradient_rows", "a unit's KV gradients", S1F_PER_CELL, S1F_HOLDS_KV_GRADIENT,
-                                    INPUT_GRADIENT, INPUT_GRADIENT, LEAF, EACH, BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_STAYING] = {"staying", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
+                           SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_KV_GRADIENT_ROWS] = {"kv_gradient_rows", S1F_PER_CELL, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT,
+                                    INPUT_GRADIENT, LEAF, EACH, BIT(INPUT_GRADIENT), ALWAYS},
 };
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
 {
-    return (s1f_holding_facts){lifetimes[holding].name, lifetimes[holding].text, lifetimes[holding].per,
-                               lifetimes[holding].counts_with};
+    return (s1f_holding_facts){lifetimes[holding].name, lifetimes[holding].per, lifetimes[holding].counts_with};
 }
 
 int s1f_takes_path(s1f_holding holding)
@@ -343,10 +336,6 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, in
         if (lifetimes[h].when == AS_SAVED && kind == S1F_CELL_MOVED) {
             takers |= BIT(COMING);
             freers |= BIT(AWAY);
-        }
-        if (lifetimes[h].when == AND_AGAIN_BY_R) {
-            takers |= BIT(RECOMPUTED);
-            freers |= BIT(RECOMPUTED);
         }
         if ((lifetimes[h].when == IF_RECOMPUTED && kind != S1F_CELL_RECOMPUTED) ||
             (lifetimes[h].when == BETWEEN_TWO_PASSES && (made & BIT(taken_by)) && (made & BIT(freed_by))))

@@ -271,12 +271,10 @@ typedef enum {
     S1F_HOLDS_SHARD_LOGITS = 6,    /* logits of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
     S1F_HOLDS_STAYING = 8,         /* tensors that neither move nor are recomputed: F to the end of B or I */
-    S1F_HOLDS_FORWARD_WORK = 9,    /* memory that F, or R, takes during the unit alone */
-    S1F_HOLDS_BACKWARD_WORK = 10,  /* memory that B or I takes during the unit alone */
     /* gradients of the unit's own keys and values, where pages go back: B or I of a segment that none follows, which
      * takes those of its path, to the unit's own */
-    S1F_HOLDS_KV_GRADIENT_ROWS = 11,
-    S1F_NUM_HOLDINGS = 12
+    S1F_HOLDS_KV_GRADIENT_ROWS = 9,
+    S1F_NUM_HOLDINGS = 10
 } s1f_holding;
 
 /* A table of seconds or bytes (table.h) has one value for each rank, stage, pair, segment or cell. */
@@ -291,7 +289,6 @@ typedef enum {
 /* Facts of a holding, for whoever reads or shows bytes. */
 typedef struct {
     const char *name; /* the name of its bytes, for callers */
-    const char *text; /* in words */
     s1f_per per;
     s1f_holding counts_with; /* peaks add up the holdings that count with this holding, under its name */
 } s1f_holding_facts;

@@ -2,8 +2,8 @@
  *
  * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
  * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots and dK/dV slabs or the rows of both, inputs of recomputed units and
- * what else stays, what a unit allocates for a while, logits of a shard of the vocabulary. In addition receive places,
- * for the whole step, each as large as the largest message that comes into it.
+ * what else stays, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as large
+ * as the largest message that comes into it.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
 #define S1F_MEMORY_H

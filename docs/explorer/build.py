@@ -17,7 +17,6 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.families import families
@@ -28,59 +27,43 @@ ROOT = HERE.parents[1]
 PACKAGES = "clang lld wasi-libc libclang-rt-dev-wasm32"
 MISSING = 3  # exit status
 
-# -- the core --------------------------------------------------------------------------------
-
 
 class NoCompiler(Exception):
-    """What is missing of a C compiler for WebAssembly."""
+    """No C compiler that links for WebAssembly."""
 
 
-def build_core(path: Path) -> None:
+def core() -> bytes:
     """Compiles csrc/core, csrc/schedules and csrc/model with exports.c.
 
     Raises:
         NoCompiler: there is no clang, or it has failed.
     """
-    sources = [str(HERE / "exports.c")]
+    sources = [HERE / "exports.c"]
     for room in ("core", "schedules", "model"):
-        sources += sorted(map(str, (ROOT / "csrc" / room).glob("*.c")))
+        sources += sorted((ROOT / "csrc" / room).glob("*.c"))
     flags = ["--target=wasm32-wasi", "-mexec-model=reactor", "-std=c11", "-O2", "-Wall"]
     flags += ["-Wextra", "-Werror", "-ffp-contract=off", f"-I{ROOT / 'csrc'}"]
-    flags += ["-Wl,--strip-all", "-Wl,-z,stack-size=262144", "-o", str(path)]
-    try:
-        subprocess.run(["clang", *flags, *sources], check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        text = f"no clang that links for wasm32-wasi; Debian: apt-get install {PACKAGES}"
-        raise NoCompiler(text) from error
-
-
-# -- what the page knows of the package ------------------------------------------------------
-
-
-def facts() -> dict[str, Any]:
-    """Names, rules and colours."""
-    return {
-        "families": list(map(asdict, families())),
-        "options": [name for name, *_ in _C.FAMILY_OPTIONS],  # in the core's order
-        "holdings": [row.name for row in style.HOLDINGS],
-        "style": style.page_facts(),
-    }
-
-
-# -- the page --------------------------------------------------------------------------------
+    flags += ["-Wl,--strip-all", "-Wl,-z,stack-size=262144"]
+    with tempfile.TemporaryDirectory() as folder:
+        wasm = Path(folder, "core.wasm")
+        try:
+            subprocess.run(["clang", *flags, "-o", wasm, *sources], check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            text = f"no clang that links for wasm32-wasi; Debian: apt-get install {PACKAGES}"
+            raise NoCompiler(text) from error
+        return wasm.read_bytes()
 
 
 def build(path: Path) -> None:
-    """Writes the page with all that it needs.
-
-    Raises:
-        NoCompiler: nothing is written.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        core = Path(folder, "core.wasm")
-        build_core(core)
-        wasm = base64.b64encode(core.read_bytes()).decode()
-    scripts = {"facts": json.dumps(facts(), separators=(",", ":")), "wasm": wasm}
+    """Writes the page with all that it needs. Raises NoCompiler before writing anything."""
+    wasm = base64.b64encode(core()).decode()
+    facts = {
+        "families": list(map(asdict, families())),
+        "options": [name for name, *_ in _C.FAMILY_OPTIONS],  # in the core's order
+        "holdings": [name for name, *_ in _C.HOLDINGS],
+        "style": style.page_facts(),
+    }
+    scripts = {"facts": json.dumps(facts, separators=(",", ":")), "wasm": wasm}
     scripts["timeline"] = style.part("timeline.js")
     for name in ("lab", "design", "explorer"):
         scripts[name] = (HERE / f"{name}.js").read_text(encoding="utf-8")

@@ -35,34 +35,6 @@ const Designs = (() => {
     }
   }
 
-  // The places in an order's text that a sentence of the core means: words, with the characters that they begin and end
-  // at.
-  function marks(sentence, order) {
-    const words = []
-    let [at, rank] = [0, -1]
-    order.split("\n").forEach((line, i) => {
-      const isOfRank = !/^[ \t]*parents\b/.test(line)
-      const found = [...line.split("#")[0].matchAll(isOfRank ? /[^ \t,]+/g : /[^ \t]+/g)]
-      if (isOfRank && found.length) rank++
-      found.forEach(({ 0: name, index }, j) => {
-        const [begin, end] = [at + index, at + index + name.length]
-        words.push({ name, begin, end, line: i + 1, unit: j + 1, rank: isOfRank ? rank : -1 })
-      })
-      at += line.length + 1
-    })
-    const read = sentence.match(/^line (\d+), unit (\d+)/)
-    if (read) return words.filter(({ line, unit }) => line === Number(read[1]) && unit === Number(read[2]))
-    const named = sentence.split("; ").flatMap((part) => {
-      const ranks = [...part.matchAll(/rank (\d+)/g)]
-      return [...part.matchAll(/(?:\[\d+\])?[A-Z]\d+\.\d+/g)].map(({ 0: name, index }) => {
-        const behind = part.slice(index + name.length).match(/^ of rank (\d+)/)
-        const before = ranks.filter((one) => one.index < index).pop()
-        return `${(behind ?? before ?? ranks[0])?.[1]} ${name}`
-      })
-    })
-    return words.filter((one) => named.includes(`${one.rank} ${one.name}`))
-  }
-
   // The lines of Python that build and simulate a design that the laboratory has computed.
   function toPython(design, result, facts) {
     const { S, k, trees, tables: { passes, latency, tier } } = result
@@ -111,5 +83,5 @@ const Designs = (() => {
     return `${lines.join("\n")}\n`
   }
 
-  return { make, presets, toLink, fromLink, marks, toPython }
+  return { make, presets, toLink, fromLink, toPython }
 })()

@@ -107,8 +107,12 @@ const Explorer = (async () => {
       this.exports = element(
         "div", { className: "exports" },
         button("Order", "Save the order as text", () => this.save("txt", this.result.text)),
-        button("SVG", "Save the timeline as it stands, on white", () => this.save("svg", this.svg())),
-        button("Python", "Save the lines that build and simulate this design", () => this.save("py", this.python())),
+        button("SVG", "Save the timeline as it stands, on white", () =>
+          this.save("svg", timelines.svgFile(shown().indexOf(this))),
+        ),
+        button("Python", "Save the lines that build and simulate this design", () =>
+          this.save("py", Designs.toPython(this.design, this.result, facts)),
+        ),
       )
       const title = element("h2", { textContent: `Design ${side}` })
       const parts = [title, this.form, this.rule, this.refusal, editor, this.exports]
@@ -145,25 +149,18 @@ const Explorer = (async () => {
       this.form.replaceChildren(...fields)
       this.form.querySelector(`[data-name="${focused}"]`)?.focus()
       const { description, source, validity } = familyOf(design) ?? {}
-      const rule = description
+      this.rule.textContent = description
         ? `${description}. ${source}. Needs ${validity}.`
         : "Units of a rank stand on one line, in the order in which it runs them."
-      this.rule.textContent = rule
     }
 
     compute() {
       this.result = laboratory.compute(this.design)
       const { refused, text } = this.result
-      const isText = this.design.family === "text"
-      const order = isText ? this.design.order : (text ?? "")
+      const order = this.design.family === "text" ? this.design.order : (text ?? "")
       if (this.area.value !== order) this.area.value = order
       this.exports.hidden = refused !== null
-      this.refusal.replaceChildren()
-      if (refused === null) return
-      const box = element("div", { className: "refused" }, refused)
-      const marks = isText ? Designs.marks(refused, order) : []
-      if (marks.length) box.append(marked(order, marks))
-      this.refusal.append(box)
+      this.refusal.replaceChildren(...(refused === null ? [] : [element("div", { className: "refused" }, refused)]))
     }
 
     timeline() {
@@ -173,36 +170,15 @@ const Explorer = (async () => {
       return { ...result, heading, note: limitText(result) }
     }
 
-    // -- what is saved ----------------------------------------------------------------------------------------------
-
     save(kind, content) {
       const { P, M, k } = this.result
       const href = URL.createObjectURL(new Blob([content]))
       element("a", { href, download: `${this.design.family}-P${P}-M${M}-k${k}.${kind}` }).click()
       setTimeout(() => URL.revokeObjectURL(href), 10000)
     }
-
-    svg() {
-      return timelines.svgFile(shown().indexOf(this))
-    }
-
-    python() {
-      return Designs.toPython(this.design, this.result, facts)
-    }
   }
 
   // -- results ------------------------------------------------------------------------------------------------------
-
-  // An order with marks in it.
-  function marked(order, marks) {
-    const parts = []
-    let at = 0
-    for (const { begin, end } of marks) {
-      parts.push(order.slice(at, begin), element("mark", { textContent: order.slice(begin, end) }))
-      at = end
-    }
-    return element("pre", {}, ...parts, order.slice(at))
-  }
 
   // A sentence on what limits the step: the work of the rank that works most, and its waits.
   function limitText({ P, busy, span, makespan, path, start, end }) {

@@ -39,7 +39,7 @@ static struct {
  * number of each rank's first, and at the end how many there are, as the others of that name have.
  * counts: ranks, stages, micro-batches, segments; columns of a table where micro-batches differ, 0 where not
  * segments_of [micro-batch]; parents [cell of a stage], empty: chains; path: numbers of units, empty without causes
- * inputs: numbers of the units that a unit comes after; total [rank] bytes: most in all
+ * inputs: numbers of the units whose results a unit takes; total [rank] bytes: most in all
  * when, by, holding: changes of what a rank holds, in the order of time, by how many bytes, and of which. */
 /* clang-format off */
 #define ARRAYS(X)                                                                                                      \
@@ -199,45 +199,37 @@ static s1f_places count_places(const s1f_shape *shape)
 }
 
 /* Checks and lowers an order, if there is one, in place of the one before. */
-static s1f_status adopt(s1f_status status, s1f_schedule *order)
+static s1f_status adopt(s1f_status status, s1f_schedule **order)
 {
     S1F_TRY(status);
     s1f_schedule_free(lab.order);
     s1f_program_free(lab.program);
-    lab.order = order;
+    lab.order = *order;
     lab.program = NULL;
-    S1F_TRY(s1f_schedule_check(order, 0));
-    s1f_shape shape = s1f_schedule_shape(order);
-    return s1f_schedule_lower(order, count_places(&shape), S1F_NO_RANK, &lab.program);
+    S1F_TRY(s1f_schedule_check(lab.order, 0));
+    s1f_shape shape = s1f_schedule_shape(lab.order);
+    return s1f_schedule_lower(lab.order, count_places(&shape), S1F_NO_RANK, &lab.program);
 }
 
 EXPORT(build) int32_t build(const char *family, int32_t P, int32_t M, int32_t k, int32_t v)
 {
     s1f_schedule *order = NULL;
-    s1f_status status = s1f_schedule_build(family, P, M, k, v, &lab.options, &order);
-    return adopt(status, order);
+    return adopt(s1f_schedule_build(family, P, M, k, v, &lab.options, &order), &order);
 }
 
 EXPORT(read_text) int32_t read_text(const char *text)
 {
     s1f_schedule *order = NULL;
-    s1f_status status = s1f_schedule_from_text(text, 0, &order);
-    return adopt(status, order);
+    return adopt(s1f_schedule_from_text(text, 0, &order), &order);
 }
 
-/* These change cells of all stages: a byte for each; 0: all of them. */
-EXPORT(recompute) int32_t recompute(const unsigned char *chosen)
+/* Recomputes (S1F_CELL_RECOMPUTED) or moves (S1F_CELL_MOVED) cells of all stages: a byte for each; 0: all of them. */
+EXPORT(change) int32_t change(int32_t kind, const unsigned char *chosen)
 {
     s1f_schedule *order = NULL;
-    s1f_status status = s1f_schedule_recompute(lab.order, chosen, &order);
-    return adopt(status, order);
-}
-
-EXPORT(offload) int32_t offload(const unsigned char *chosen)
-{
-    s1f_schedule *order = NULL;
-    s1f_status status = s1f_schedule_offload(lab.order, chosen, &order);
-    return adopt(status, order);
+    if (kind == S1F_CELL_RECOMPUTED)
+        return adopt(s1f_schedule_recompute(lab.order, chosen, &order), &order);
+    return adopt(s1f_schedule_offload(lab.order, chosen, &order), &order);
 }
 
 /* The order as text. */
@@ -292,7 +284,7 @@ EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
         for (int32_t i = 0; i < count; i++)
             chosen[i] = kinds[i] == kind;
         if (memchr(chosen, 1, (size_t)count) != NULL)
-            S1F_TRY(kind == S1F_CELL_RECOMPUTED ? recompute(chosen) : offload(chosen));
+            S1F_TRY(change(kind, chosen));
     }
     return S1F_OK;
 }
@@ -340,15 +332,11 @@ static void tell_inputs(void)
                 if (!writes)
                     continue;
                 tell(TELL_first_input, told[TELL_inputs].count);
-                int has_earlier = i == 0; /* the unit before it on its rank, once */
                 for (s1f_inputs walk = s1f_inputs_of(shape, unit); s1f_next_input(&walk, &input);) {
                     int32_t other = maker[input.product * cells + s1f_cell_of_all(shape, input.maker)];
-                    has_earlier |= other == number;
                     if (other > 0)
                         tell(TELL_inputs, other - 1);
                 }
-                if (!has_earlier)
-                    tell(TELL_inputs, number - 1);
             }
     tell(TELL_first_input, told[TELL_inputs].count);
 }

@@ -94,8 +94,9 @@ const Laboratory = (() => {
         this.build(design, shape)
         shape = this.readShape()
       }
-      if (design.recompute === "all") this.must(c.recompute(0))
-      if (design.offload === "all") this.must(c.offload(0))
+      const [RECOMPUTED, MOVED] = [1, 2] // kinds of cells of unit.h
+      if (design.recompute === "all") this.must(c.change(RECOMPUTED, 0))
+      if (design.offload === "all") this.must(c.change(MOVED, 0))
       const moves = design.offload !== "none"
       const tier = moves && tables.tier.some((x) => x > 0) ? this.doubles(tables.tier) : 0
       c.set_links(this.doubles(tables.latency), tier)

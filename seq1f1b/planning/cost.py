@@ -198,7 +198,7 @@ class PackedRow(NamedTuple):
     parents: tuple[int, ...] | None = None
     parts: tuple[tuple[int, ...], ...] | None = None
 
-    def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
+    def spans_in(self, windows: Sequence[int] = ()) -> Span:
         """Returns the spans of the segments, for layers with the given windows."""
         documents = self.documents if self.parents is None else None
         return spans_of(self.sizes, documents, windows, self.parents, self.parts)
@@ -272,10 +272,7 @@ class Price:
     @cached_property
     def _span(self) -> Span:
         """Arrays with an entry for each unit."""
-        windows = self.cost.parts.windows
-        if not self._is_alike:
-            return arrays_of([span for row in self.rows for span in row.spans_in(windows)])
-        return spans_between(self.rows[0].documents, [0, *itertools.accumulate(self.sizes)], windows)
+        return arrays_of([row.spans_in(self.cost.parts.windows) for row in self.rows])
 
     @cached_property
     def seconds(self) -> Any:

@@ -204,7 +204,7 @@ class Profile(_File):
             ValueError: no profile; a field that is unknown, missing, of a wrong type, negative or not finite.
         """
         fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
-        profile = load(cls, fields, "profile", least=0)
+        profile: Profile = load(cls, fields, "profile", least=0)
         check_model(profile.model, "profile: model")
         for name, part in profile.parts().items():
             if part.layers < 1:

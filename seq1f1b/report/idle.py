@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
+from typing import Any
 
-from seq1f1b.schedule import Schedule, Unit
+from seq1f1b.schedule import Schedule
 
-__all__ = ["CAUSES", "Idle", "StepTimes", "advice", "ideal_text", "idle_of_ranks", "mean_idle"]
+__all__ = ["CAUSES", "Idle", "StepTimes", "advice", "idle_of_ranks", "mean_idle"]
 
 _LITTLE = 0.05  # share of the ranks' time: less idle time is not worth advice
 _GAIN = 0.03  # share of a stage: moves of layers must gain more, because units vary as much from step to step
@@ -52,7 +53,7 @@ class Idle:
     @property
     def total(self) -> float:
         """All idle seconds."""
-        return self.schedule + self.stages + self.segments + self.microbatches + self.host + self.transfer
+        return float(sum(astuple(self)))
 
     def shares(self, makespan: float) -> list[str]:
         """Returns the causes in percent of the step, in the order of :data:`CAUSES`."""
@@ -88,60 +89,36 @@ class StepTimes:
     is_tuned: bool = False
     on_device: bool = False
 
-    def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
+    def alike(self, *fields: str) -> dict[tuple[Any, ...], list[float]]:
         """Returns the seconds of units, grouped by fields of :class:`seq1f1b.Unit`."""
-        found: dict[tuple[object, ...], list[float]] = defaultdict(list)
-        for unit, seconds in self.each():
-            found[tuple(getattr(unit, field) for field in alike)].append(seconds)
+        found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        for order, track in zip(self.schedule.ranks, self.units, strict=True):
+            for unit, seconds in zip(order, track, strict=True):
+                found[tuple(getattr(unit, field) for field in fields)].append(seconds)
         return found
 
-    def means(self, *alike: str) -> list[list[float]]:
+    def means(self, *fields: str) -> list[list[float]]:
         """Returns seconds of every unit: the mean over all units with equal fields."""
-        mean = {key: sum(seconds) / len(seconds) for key, seconds in self.alike(*alike).items()}
-        return [
-            [mean[tuple(getattr(unit, field) for field in alike)] for unit in order] for order in self.schedule.ranks
-        ]
-
-    def delayed(self) -> list[list[float]]:
-        """Returns units' seconds with a share of the engine's own time; a rank's first unit also has the late entry."""
-        tracks = []
-        for seconds, own, late in zip(self.units, self.own, self.late, strict=True):
-            track = [each + own / len(seconds) for each in seconds]
-            track[0] += late
-            tracks.append(track)
-        return tracks
-
-    def each(self) -> list[tuple[Unit, float]]:
-        """Returns every unit with its seconds."""
-        ranks = zip(self.schedule.ranks, self.units, strict=True)
-        return [pair for order, seconds in ranks for pair in zip(order, seconds, strict=True)]
+        mean = {key: sum(seconds) / len(seconds) for key, seconds in self.alike(*fields).items()}
+        return [[mean[tuple(getattr(u, field) for field in fields)] for u in order] for order in self.schedule.ranks]
 
     def totals(self, field: str) -> list[float]:
         """Returns the seconds of all units of each stage, segment or micro-batch."""
-        sums = {key: sum(seconds) for (key,), seconds in self.alike(field).items()}
-        return [sums[index] for index in range(len(sums))]
+        return [sum(seconds) for _, seconds in sorted(self.alike(field).items())]
 
 
 def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
     """Returns the idle time of every rank by cause, as :class:`Idle` describes."""
-
-    def makespan(durations: list[list[float]]) -> float:
-        return times.schedule.simulate(durations=durations).makespan
-
-    steps = [
-        (makespan(durations), [sum(track) for track in durations])
-        for durations in (
-            times.means("kind"),
-            times.means("kind", "stage"),
-            times.means("kind", "stage", "segment"),
-            times.units,
-        )
-    ]
-    busy = steps[-1][1]
-    steps += [(makespan(times.delayed()), busy), (times.makespan, busy)]
+    delayed = []  # units with a share of the engine's own time; a rank's first unit also has the late entry
+    for seconds, own, late in zip(times.units, times.own, times.late, strict=True):
+        delayed.append([each + own / len(seconds) for each in seconds])
+        delayed[-1][0] += late
+    ever_closer = [times.means("kind", *more) for more in ((), ("stage",), ("stage", "segment"))]
+    spans = [times.schedule.simulate(durations=each).makespan for each in (*ever_closer, times.units, delayed)]
+    busy = [[sum(track) for track in each] for each in (*ever_closer, *[times.units] * 3)]
     found = []
     for rank in range(len(times.units)):
-        idle = [span - ran[rank] for span, ran in steps]
+        idle = [span - ran[rank] for span, ran in zip((*spans, times.makespan), busy, strict=True)]
         found.append(Idle(idle[0], *(after - before for before, after in pairwise(idle))))
     return tuple(found)
 
@@ -149,22 +126,6 @@ def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
 def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
     """Returns the mean over ranks: each cause's part of the makespan, in seconds."""
     return Idle(*(sum(values) / len(ranks) for values in zip(*map(astuple, ranks), strict=True)))
-
-
-def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
-    """Returns a sentence: the time of a step with evenly shared work and no waits, and the causes of a longer step."""
-    mean = mean_idle(ranks)
-    parts = {
-        "the order": mean.schedule,
-        "unequal units": mean.stages + mean.segments + mean.microbatches,
-        "the engine": mean.host,
-        "messages": mean.transfer,
-    }
-    shares = ", ".join(f"{name} {round(seconds / makespan, 3) + 0.0:.1%}" for name, seconds in parts.items())
-    return (
-        f"if the ranks shared their work evenly and never waited, a step would take {makespan - mean.total:.4g} s; of "
-        f"this one these take more: {shares}"
-    )
 
 
 def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:

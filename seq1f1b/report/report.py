@@ -7,12 +7,13 @@ import os
 import resource
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from seq1f1b import _C
@@ -21,7 +22,7 @@ from seq1f1b.engine.measure import Activations
 from seq1f1b.engine.pipeline import EdgeReport
 from seq1f1b.engine.step import StepRecord
 from seq1f1b.partition import ModelShape
-from seq1f1b.report.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
+from seq1f1b.report.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks, mean_idle
 from seq1f1b.schedule import Schedule, Simulation, StepMemory
 from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
@@ -32,6 +33,7 @@ __all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
 FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
 _AWAY = _C.PASSES.index("A")
+Track: TypeAlias = tuple[tuple[Unit, float, float], ...]
 sendable(Unit)
 
 
@@ -128,8 +130,8 @@ class Report:
     planned_grad_bytes: int
     receive_places: int
     process_peak_bytes: int
-    timeline: tuple[tuple[Unit, float, float], ...]
-    fills: tuple[tuple[Unit, float, float], ...]
+    timeline: Track
+    fills: Track
     edges: tuple[EdgeReport, ...]
     tier: float = 0.0
     moved_bytes: int = 0
@@ -153,25 +155,33 @@ class Report:
         return seconds
 
     @property
+    def _shared_seconds(self) -> dict[Unit, float]:
+        """Seconds of every unit, with an equal share of the engine's own time."""
+        units = self._unit_seconds
+        return {unit: seconds + self._own_seconds / len(units) for unit, seconds in units.items()}
+
+    @property
     def _own_seconds(self) -> float:
         """Seconds of the engine itself: neither in units nor in waits nor in sends."""
         return max(self.seconds - self.busy - self.wait - self.send - self.tier, 0.0)
 
+    def _count(self, kind: str) -> int:
+        return sum(unit.kind == kind for unit, _, _ in self.timeline)
+
     @property
     def moved_units(self) -> int:
         """Number of units whose saved activations were away for a while."""
-        return sum(unit.kind == "O" for unit, _, _ in self.timeline)
+        return self._count("O")
 
     @property
     def kept_units(self) -> int:
         """Number of units neither recomputed nor moved."""
-        forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
-        return forwards - self.recomputed_units - self.moved_units
+        return self._count("F") - self._count("R") - self._count("O")
 
     @property
     def recomputed_units(self) -> int:
         """Number of units recomputed before the backward."""
-        return sum(unit.kind == "R" for unit, _, _ in self.timeline)
+        return self._count("R")
 
 
 @dataclass(frozen=True)
@@ -196,18 +206,19 @@ class PipelineReport:
     is_tuned: bool = False
 
     @property
-    def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+    def timeline(self) -> tuple[Track, ...]:
         """Timeline of each rank, with the first start of all ranks at 0."""
-        return self._from_zero(r.timeline for r in self.ranks)
+        return tuple(tuple((u, a - self._start, b - self._start) for u, a, b in r.timeline) for r in self.ranks)
 
     @property
-    def timeline_with_waits(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+    def timeline_with_waits(self) -> tuple[Track, ...]:
         """:attr:`timeline` per rank, with the parts of W in waits, each before its unit's own place."""
-        return self._from_zero(sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
+        tracks = [sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks]
+        return tuple(tuple((u, a - self._start, b - self._start) for u, a, b in track) for track in tracks)
 
-    def _from_zero(self, tracks: Iterable[Iterable[Any]]) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
-        start = min(r.timeline[0][1] for r in self.ranks if r.timeline)
-        return tuple(tuple((u, a - start, b - start) for u, a, b in track) for track in tracks)
+    @property
+    def _start(self) -> float:
+        return min(r.timeline[0][1] for r in self.ranks if r.timeline)
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
@@ -258,12 +269,12 @@ class PipelineReport:
         mean = mean_idle(self.idle)
         found = {"seconds": self.makespan, "tokens_per_second": self.tokens_per_second, "bubble": self.bubble}
         found |= {f"idle/{name}": getattr(mean, name) / self.makespan for name in CAUSES}
-        found["process_peak_bytes"] = float(max(rank.process_peak_bytes for rank in self.ranks))
-        if any(rank.device_peak_bytes for rank in self.ranks):
-            found["device_peak_bytes"] = float(max(rank.device_peak_bytes for rank in self.ranks))
-            found["device_reserved_bytes"] = float(max(rank.device_reserved_bytes for rank in self.ranks))
-        held = [sum(stage.activation_bytes or 0 for stage in rank.stages) for rank in self.ranks]
-        return found | ({"activation_bytes": float(max(held))} if any(held) else {})
+        most = {
+            name: float(max(getattr(rank, name) for rank in self.ranks))
+            for name in ("process_peak_bytes", "device_peak_bytes", "device_reserved_bytes")
+        }
+        most["activation_bytes"] = float(max(sum(s.activation_bytes or 0 for s in rank.stages) for rank in self.ranks))
+        return found | {name: value for name, value in most.items() if value}
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
@@ -278,13 +289,12 @@ class PipelineReport:
     @cached_property
     def _times(self) -> StepTimes:
         schedule = self.simulated.schedule
-        first = min(r.timeline[0][1] for r in self.ranks if r.timeline)
         layers = {stage.stage: stage.attention_layers for rank in self.ranks for stage in rank.stages}
         return StepTimes(
             schedule=schedule,
             units=[list(r._unit_seconds.values()) for r in self.ranks],
             own=[r._own_seconds for r in self.ranks],
-            late=[max(r.start - first, 0.0) for r in self.ranks],
+            late=[max(r.start - self._start, 0.0) for r in self.ranks],
             makespan=self.makespan,
             sizes=self.ranks[0].segment_sizes,
             layers=tuple(layers[index] for index in sorted(layers)),
@@ -294,26 +304,27 @@ class PipelineReport:
 
     def __str__(self) -> str:
         rows = [("rank", "busy s", "busy", *CAUSES)]
-        for rank, idle in zip(self.ranks, self.idle, strict=True):
+        names = (*(str(rank.rank) for rank in self.ranks), "mean")
+        for name, idle in zip(names, (*self.idle, mean_idle(self.idle)), strict=True):
             busy = self.makespan - idle.total
-            rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
-        rates = {
-            r.rank: f" at {r.move_out_rate / 1e9:.3g} GB/s out and {r.move_in_rate / 1e9:.3g} back"
-            for r in self.ranks
-            if r.move_out_rate and r.move_in_rate
-        }
-        moves = [
-            f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
-            f"({r.moved_bytes / 2**20:.4g} MiB{rates.get(r.rank, '')}), for which it waited {r.tier:.3g} s"
-            + f"; beside it {r.recomputed_blocks} blocks were computed again" * bool(r.recomputed_blocks)
-            + "\n"
-            for r in self.ranks
-            if r.recomputed_units + r.moved_units + r.recomputed_blocks
-        ]
+            rows.append((name, f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        moves = ""
+        for r in self.ranks:
+            if r.recomputed_units + r.moved_units + r.recomputed_blocks == 0:
+                continue
+            moves += (
+                f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
+            )
+            moves += f"({r.moved_bytes / 2**20:.4g} MiB"
+            if r.move_out_rate and r.move_in_rate:
+                moves += f" at {r.move_out_rate / 1e9:.3g} GB/s out and {r.move_in_rate / 1e9:.3g} back"
+            moves += f"), for which it waited {r.tier:.3g} s"
+            if r.recomputed_blocks:
+                moves += f"; beside it {r.recomputed_blocks} blocks were computed again"
+            moves += "\n"
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
-        ideal = ideal_text(self.makespan, self.idle) + "\n"
         tuning = f"\n{self.tuning}" * bool(self.tuning)
-        return f"{step}\n{table_text(rows)}{''.join(moves)}{ideal}{self.advice}{tuning}"
+        return f"{step}\n{table_text(rows)}{moves}{self.advice}{tuning}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints the file.
@@ -379,67 +390,61 @@ def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Repor
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
-    starts = [r.timeline[0][1] for r in ranks if r.timeline]
-    ends = [r.timeline[-1][2] for r in ranks if r.timeline]
-    makespan = max(ends) - min(starts)
-    busy = sum(r.busy for r in ranks)
+    tracks = [r.timeline for r in ranks if r.timeline]
+    makespan = max(track[-1][2] for track in tracks) - min(track[0][1] for track in tracks)
     simulated = schedule.simulate(durations=[list(r._unit_seconds.values()) for r in ranks])
-    return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
+    return PipelineReport(ranks, makespan, 1.0 - sum(r.busy for r in ranks) / (makespan * len(ranks)), simulated)
 
 
 def _rank_report(runner: Any, record: StepRecord) -> Report:
-    pipeline, cache, rank = runner.pipeline, runner.cache, runner.pipeline.rank
-    is_on_gpu, is_cuda = _C.executor_settle(record.order.executor), pipeline.device.type == "cuda"
+    pipeline, cache, rank, order = runner.pipeline, runner.cache, runner.pipeline.rank, record.order
+    is_on_gpu, is_cuda = _C.executor_settle(order.executor), pipeline.device.type == "cuda"
     moved = None if pipeline.tier is None else pipeline.tier.step_facts()
-    walked = _C.executor_timeline(record.order.executor, rank)
-    start, seconds = walked[0][2] * 1e-9, (walked[-1][3] - walked[0][2]) * 1e-9
-    spent: dict[str, float] = dict.fromkeys(_C.OPCODES, 0.0)
-    for opcode, (number, *_), first, last in walked:
+    walked, walked_fills = _C.executor_timeline(order.executor, rank), _C.executor_fills(order.executor)
+    spent = dict.fromkeys(_C.OPCODES, 0)  # ns
+    for opcode, (number, *_), begin, end in walked:
         name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # A only waits
-        spent[name] += (last - first) * 1e-9
-    timeline = tuple(
-        (unit_of(unit), first * 1e-9, last * 1e-9) for opcode, unit, first, last in walked if opcode == _RUN
-    )
-    fills = tuple(
-        (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
-    )
-    filled = sum(last - first for _, first, last in fills)
+        spent[name] += end - begin
+    filled = sum(end - begin for _, begin, end in walked_fills)
+    seconds, busy = (walked[-1][3] - walked[0][2]) * 1e-9, (spent["RUN"] + filled) * 1e-9
+
+    def track(entries: Iterable[Any]) -> Track:
+        return tuple((unit_of(unit), begin * 1e-9, end * 1e-9) for unit, begin, end in entries)
+
     layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
-    stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
+    stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    schedule, length = record.order.schedule, record.length  # tokens of the longest micro-batch
-    if schedule.parents is not None:  # the most tokens of trees in a slot at once
-        _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
-    planned_kv_bytes = planned_grad_bytes = 0  # slots times tokens times bytes per token, of the step's layers
+    length = record.length  # tokens of the longest micro-batch
+    if order.schedule.parents is not None:  # the most tokens of trees in a slot at once
+        _, length = _C.schedule_assign_rows(order.schedule.handle, rank, array("q", record.sizes))
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
-    for number, of_token, grads_of_token in _C.kv_cache_layers(cache):
-        kv_slots, grad_slots = slots[number]
-        planned_kv_bytes += kv_slots * length * of_token
-        planned_grad_bytes += grad_slots * length * grads_of_token
-    places = sum(edge.num_places for edge in edges_of(record.order.program) if edge.destination_rank == rank)
+    planned = [  # slots times tokens times bytes per token, of each of the step's layers
+        (slots[stage][0] * length * of_token, slots[stage][1] * length * grads_of_token)
+        for stage, of_token, grads_of_token in _C.kv_cache_layers(cache)
+    ]
     return Report(
         rank=rank,
         step=record.number,
         training=record.training,
         segment_sizes=tuple(record.sizes),
         siblings=tuple(tuple(record.siblings[0][a:b]) for a, b in pairwise(record.siblings[1])),
-        start=start,
+        start=walked[0][2] * 1e-9,
         seconds=seconds,
-        busy=spent["RUN"] + filled,
-        wait=spent["WAIT"] - filled,
-        send=spent["SEND"],
-        bubble=1.0 - (spent["RUN"] + filled) / seconds if seconds > 0 else 0.0,
+        busy=busy,
+        wait=(spent["WAIT"] - filled) * 1e-9,
+        send=spent["SEND"] * 1e-9,
+        bubble=1.0 - busy / seconds if seconds > 0 else 0.0,
         stages=stages,
         kv_bytes=kv_bytes,
-        planned_kv_bytes=planned_kv_bytes,
+        planned_kv_bytes=sum(of_kv for of_kv, _ in planned),
         grad_bytes=grad_bytes,
-        planned_grad_bytes=planned_grad_bytes,
-        receive_places=places,
+        planned_grad_bytes=sum(of_gradients for _, of_gradients in planned),
+        receive_places=sum(edge.num_places for edge in edges_of(order.program) if edge.destination_rank == rank),
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        timeline=timeline,
-        fills=fills,
+        timeline=track(entry for opcode, *entry in walked if opcode == _RUN),
+        fills=track(walked_fills),
         edges=pipeline.edges,
-        tier=spent["BACK"],
+        tier=spent["BACK"] * 1e-9,
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
@@ -447,8 +452,8 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         clock="device" if is_on_gpu else "host",
         tokens=record.tokens,
         device_peak_bytes=torch.cuda.max_memory_allocated(pipeline.device) if is_cuda else 0,
-        move_out_rate=0.0 if moved is None or not moved.ns_out else moved.bytes_out / moved.ns_out * 1e9,
-        move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
+        move_out_rate=moved.bytes_out / moved.ns_out * 1e9 if moved and moved.ns_out else 0.0,
+        move_in_rate=moved.bytes_in / moved.ns_in * 1e9 if moved and moved.ns_in else 0.0,
         device_reserved_bytes=torch.cuda.max_memory_reserved(pipeline.device) if is_cuda else 0,
     )
 
@@ -456,44 +461,37 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
 def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> StageReport:
     live_units, live_tokens = _C.executor_stage_measure(record.order.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.order.program, stage)
-    measured = runner.activations.get(stage)
-    tokens = StepMemory(activations=_of_units(record, stage, 1.0))
-    planned = (None, None) if measured is None else _planned_bytes(record, stage, runner.pipeline, measured)
+    schedule = record.order.schedule
+    rank: int = runner.pipeline.rank
+
+    def planned(logits: int = 0, **per_token: float) -> int:
+        """Returns the most bytes of the stage's units, as planned."""
+        tables: dict[str, Any] = {}
+        for name, each in per_token.items():
+            tables[name] = np.zeros((schedule.num_stages, len(record.sizes)), np.int64)
+            tables[name][stage] = np.rint(each * np.array(record.sizes))
+        return schedule.peak_memory(StepMemory(logits=logits, **tables)).total[rank]
+
+    measured: Activations | None = runner.activations.get(stage)
+    saved = gradients = None
+    if measured is not None:
+        logits = round(measured.head * max(record.sizes))
+        saved = planned(logits, activations=measured.saved, kept_activations=measured.kept)
+        gradients = planned(output_gradients=measured.gradients)
     return StageReport(
         stage=stage,
         peak_live_units=live_units,
         planned_live_units=planned_units,
         peak_live_tokens=live_tokens,
-        planned_live_tokens=record.order.schedule.peak_memory(tokens).activations[runner.pipeline.rank],
+        planned_live_tokens=planned(activations=1.0),
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
         activation_bytes=None if measured is None else measured.peak_saved,
-        planned_activation_bytes=planned[0],
+        planned_activation_bytes=saved,
         gradient_bytes=None if measured is None else measured.peak_gradients,
-        planned_gradient_bytes=planned[1],
+        planned_gradient_bytes=gradients,
         deferred_weights=record.figures[stage].get("deferred_weights", 0),
         fused_weights=record.figures[stage].get("fused_weights", 0),
         trained_weights=runner.stages[stage].trained_weights,
         attention_layers=layers,
     )
-
-
-def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
-    schedule = record.order.schedule
-    held: list[Sequence[Any]] = []
-    for index in range(schedule.num_stages):
-        row = [round(per_token * size) * (index == stage) for size in record.sizes]
-        held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
-    return held
-
-
-def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
-    """Returns the planned most bytes of a stage's units: saved activations, and output gradients."""
-    memory = StepMemory(
-        activations=_of_units(record, stage, measured.saved),
-        kept_activations=_of_units(record, stage, measured.kept),
-        forward_work=_of_units(record, stage, measured.head),
-    )
-    gradients = StepMemory(output_gradients=_of_units(record, stage, measured.gradients))
-    saved, left = (record.order.schedule.peak_memory(held).total[pipeline.rank] for held in (memory, gradients))
-    return saved, left

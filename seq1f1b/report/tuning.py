@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
@@ -24,8 +24,8 @@ from seq1f1b.placement import free_bytes
 from seq1f1b.plan import TunedOrder
 from seq1f1b.report.report import Report
 from seq1f1b.schedule import Costs, build_schedule
-from seq1f1b.seconds import arrays_of, spans_of
-from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
+from seq1f1b.seconds import spans_of
+from seq1f1b.unit_times import MeasuredUnits, terms_of
 
 __all__: list[str] = []
 
@@ -67,7 +67,8 @@ class Choice(NamedTuple):
 
 
 Figures: TypeAlias = "tuple[Any, ...]"
-"""The figures that one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
+"""One rank's figures of a step: tokens; in timed steps also seconds; in probes also :func:`unit_figures`, the bytes per
+live token of each stage, and the free bytes of the device."""
 
 Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 """Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
@@ -96,7 +97,6 @@ class Tuner:
         self._told = ""
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
         self._settings: dict[str, Setting] = {}  # settings of the current search
-        self._reads_units = self._reads_seconds = False
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # length and setting at the end of a search
         self._ran = first
@@ -107,7 +107,7 @@ class Tuner:
         """Words about the found order, or about the progress of the search."""
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on: nothing is tuned"
-        steps = f"{self._stamp - self._started} of about {self._expected}"
+        steps = f"{self._stamp - self._started} of at most {MOST_STEPS}"
         return self._told or f"tuning: {steps} steps of training, under one order or another"
 
     @property
@@ -116,10 +116,10 @@ class Tuner:
         return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
 
     def _begin(self) -> Walk:
-        self._told, self._started = "", self._stamp
-        walk = self._search()
+        self._told, self._started, self._reads = "", self._stamp, ""
         self._length = self._others = 0
-        self._expected = MOST_STEPS
+        self._settings.clear()
+        walk = self._search()
         self._take(next(walk))
         return walk
 
@@ -132,7 +132,7 @@ class Tuner:
         """
         if torch.are_deterministic_algorithms_enabled():
             return self.first
-        own = None if record is None else (record.length, self._seconds(record), *self._figures())
+        own = None if record is None else self._figures(record)
         everyones = self._group.all_gather_object((self._stamp, length, own))
         measured = [figures for *_, figures in everyones if figures is not None]
         if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
@@ -168,34 +168,27 @@ class Tuner:
         if self._kept is None:
             raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text}; train on")
         length, setting = self._kept
-        first, choice = self.first, setting.choice
-        if choice is None:
-            family = first_family(self._stages_per_rank)
-            choice = Choice(family, {}, first.options.num_segments)
-        is_even = choice.balance == 0 and first.options.segment_sizes is None
+        first = self.first.options
+        choice = setting.choice or Choice(first_family(self._stages_per_rank), {}, first.num_segments)
+        is_even = choice.balance == 0 and first.segment_sizes is None
         sizes = () if is_even else tuple(setting.options.sizes_of(length))
         return TunedOrder(choice.family, seq_len=length, segment_sizes=sizes, **self._counts(choice))
 
-    def _seconds(self, record: StepRecord) -> float:
-        """Returns the seconds of a step; 0.0 outside of timed rounds, because reading a GPU's time waits."""
-        return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
-
-    def _figures(self) -> Iterator[Any]:
-        if self._reads_units:
+    def _figures(self, record: StepRecord) -> Figures:
+        if self._reads == "seconds":  # in timed steps alone, because reading a GPU's time waits
+            return record.length, record.step_seconds(self._group.rank)
+        if self._reads == "units":
             report = self._report()
-            yield unit_figures(report)
-            yield [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
-            yield free_bytes(self._device)
+            of_token = [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
+            return record.length, unit_figures(report), of_token, free_bytes(self._device)
+        return (record.length,)
 
     def _take(self, choice: Choice | None) -> None:
-        if choice is self.setting.choice:  # unchanged, as in every step after the search
-            return
-        name = repr(choice)
-        found = self._settings.get(name)
-        if found is None:
-            found = self.first if choice is None else self.make(choice)
-            self._settings[name] = found
-        self.setting = found
+        if choice is not self.setting.choice:  # as in no step after the search
+            name = repr(choice)
+            if name not in self._settings:
+                self._settings[name] = self.first if choice is None else self.make(choice)
+            self.setting = self._settings[name]
 
     def make(self, choice: Choice) -> Setting:
         """Returns the setting of a choice."""
@@ -224,42 +217,33 @@ class Tuner:
     # -- the search --------------------------------------------------------------------------------------------------
 
     def _search(self) -> Walk:
-        self._settings.clear()
-        self._reads_units = self._reads_seconds = False
         yield None
-        measured = yield None
-        length = measured[0][0]
-        self._reads_units = True
+        length = (yield None)[0][0]
+        self._reads = "units"
         steps: list[tuple[Setting, list[Figures]]] = []
-        probes = list(self._probes(length))
-        self._expected = 2 + len(probes) * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)
-        for probe in probes:
-            measured = yield probe
+        for probe in list(self._probes(length)):
+            yield probe
             for _ in range(MEASURED):
                 measured = yield probe
                 steps.append((self.setting, measured))
-        self._reads_units = False
-        decided: tuple[float, list[Any]] = (0.0, [])
-        if steps and self._group.rank == 0:
-            units, most = measured_units(steps)
-            decided = units.fixed, [tuple(choice) for choice in self._candidates(length, units, most, steps)]
-        fixed, choices = self._group.all_gather_object(decided)[0]
-        tried: list[Choice | None] = [None, *(Choice(*choice) for choice in choices)]
+        self._reads = ""
+        choices = [tuple(choice) for choice in self._candidates(length, steps)] if self._group.rank == 0 else []
+        decided = self._group.all_gather_object(choices)[0]
+        tried: list[Choice | None] = [None, *(Choice(*choice) for choice in decided)]
         for choice in tried:
             yield choice
-        self._reads_seconds = True
+        self._reads = "seconds"
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(ROUNDS):
             for choice in tried:
                 measured = yield choice
                 seconds[repr(choice)].append(max(own[1] for own in measured) * length / measured[0][0])
-        self._reads_seconds = False
+        self._reads = ""
         found = {name: median(each) for name, each in seconds.items()}
         best = min(tried, key=lambda choice: found[repr(choice)])
         if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
             best = None
-        words = self._words(best, tried, found, length, self._stamp - self._started)
-        self._told = f"{words}; forward and backward of a unit take {fixed * 1e3:.2g} ms whatever its length"
+        self._told = self._words(best, tried, found, length)
         self._take(best)
         self._kept = length, self.setting
         while True:
@@ -277,15 +261,16 @@ class Tuner:
                         self.make(choice)
                         yield choice
 
-    def _candidates(
-        self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
-    ) -> list[Choice]:
+    def _candidates(self, length: int, steps: Sequence[tuple[Setting, list[Figures]]]) -> list[Choice]:
         """Returns the shortest orders by simulation with the seconds of measured units, best first."""
+        if not steps:
+            return []
+        units, most = measured_units(steps)
         _, measured = steps[-1]
-        of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes per live token
+        of_token = max((each for own in measured for each in own[2]), default=0.0)  # bytes per live token
         first, found = self.first, list[tuple[float, Choice]]()
         room = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * of_token
-        room += MEMORY * min(own[4] for own in measured) / len(measured)
+        room += MEMORY * min(own[3] for own in measured) / len(measured)
 
         def simulate(choices: Iterable[Choice]) -> None:
             for choice in choices:
@@ -322,19 +307,18 @@ class Tuner:
             return
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
-        seconds = units.seconds(arrays_of(spans_of(sizes)))
+        seconds = units.seconds(spans_of(sizes))
         tables = [table.tolist() for table in (seconds.forward, seconds.input, seconds.weight)]
         for backward in ("whole", "split") if units.splits else ("whole",):
             for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
                 yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
 
-    def _words(
-        self, best: Choice | None, tried: list[Choice | None], found: dict[str, float], length: int, steps: int
-    ) -> str:
+    def _words(self, best: Choice | None, tried: list[Choice | None], found: dict[str, float], length: int) -> str:
         first = f"the engine's own order ({found[repr(None)]:.4g} s)"
         others = ", ".join(f"{choice} ({found[repr(choice)]:.4g} s)" for choice in tried if choice not in (None, best))
         gain = found[repr(None)] / found[repr(best)] - 1
         what = first if best is None else f"{best} ({found[repr(best)]:.4g} s), {gain:.0%} faster than {first}"
+        steps = self._stamp - self._started
         return f"tuned for {length} tokens in {steps} steps: {what}" + f"; tried besides: {others}" * bool(others)
 
 
@@ -352,7 +336,7 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
 def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
     """Returns seconds of the rank's units by pass, stage and segment, the median of the micro-batches."""
     alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (kind, stage, _, segment), seconds in unit_seconds(report).items():
+    for (kind, stage, _, segment), seconds in report._shared_seconds.items():
         alike[kind, stage, segment].append(seconds)
     return [(*key, median(seconds)) for key, seconds in alike.items()]
 
@@ -362,13 +346,14 @@ def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[Meas
     found, most = [], 0
     for setting, measured in steps:
         spans = spans_of(setting.options.sizes_of(measured[0][0]))
-        most = max(most, len(spans))
-        units = (unit for own in measured for unit in own[2])
-        found += [(kind, stage, spans[segment], seconds) for kind, stage, segment, seconds in units]
+        tokens, pairs = spans.tokens.tolist(), spans.pairs.tolist()
+        most = max(most, len(tokens))
+        units = (unit for own in measured for unit in own[1])
+        found += [(kind, stage, tokens[s], pairs[s], seconds) for kind, stage, s, seconds in units]
     return MeasuredUnits(terms_of(found)), most
 
 
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
     """Returns the costs of an order with segments of ``sizes`` tokens."""
-    spans = arrays_of(spans_of(sizes))
+    spans = spans_of(sizes)
     return Costs(**units.seconds(spans)._asdict(), **units.shards(spans))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seq1f1b.files import write_whole
-from seq1f1b.timeline_text import PASSES, extent, in_waits, kinds_of, time_unit, timeline_text
+from seq1f1b.timeline_text import PASSES, Bar, bars_of, shortest_of, time_unit, timeline_text
 from seq1f1b.unit import Timeline
 from seq1f1b.view import style
 
@@ -54,25 +54,25 @@ def _save_figure(
     except ModuleNotFoundError as error:
         raise ImportError('a picture of a timeline needs matplotlib; run: pip install "seq1f1b[plot]"') from error
 
-    named = style.named_timelines("picture", tracks)
-    longest = max(end - begin for begin, end in map(extent, named.values()))
+    named = {heading: bars_of(each) for heading, each in style.named_timelines("picture", tracks).items()}
+    longest = max(bar.end for rows in named.values() for row in rows for bar in row)
     second, unit_name = time_unit(longest)
-    rows = [len(timeline) for timeline in named.values()]
+    heights = [len(rows) for rows in named.values()]
     figure = Figure(
-        figsize=(width, 1.5 + 0.42 * sum(rows) + 0.6 * len(rows)),
+        figsize=(width, 1.5 + 0.42 * sum(heights) + 0.6 * len(heights)),
         dpi=110,
         layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08),  # inches
     )
-    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     axes[-1].set_xlim(0, longest / second or 1)
     axes[-1].set_xlabel(f"time ({unit_name})")
     hatches: set[str | None] = set()
-    for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
+    for ax, (heading, rows) in zip(axes, named.items(), strict=True):
         ax.set_title(heading, loc="left", fontsize=11)
-        hatches |= _draw_tracks(ax, timeline, second, width)
+        hatches |= _draw_rows(ax, rows, second, width)
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13)
-    handles = _legend_handles(named, hatches)
+    handles = _legend_handles([row for rows in named.values() for row in rows], hatches)
     columns = max(1, int(width / 1.7))  # 8 in 14 inches
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     picture = io.BytesIO()
@@ -83,33 +83,28 @@ def _save_figure(
 _HATCHES = {"////": "later stages of a rank", "....": "W in waits"}
 
 
-def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> set[str | None]:
+def _draw_rows(ax: Any, rows: Sequence[Sequence[Bar]], second: float, width: float) -> set[str | None]:
     """Draws one row of bars per rank, with micro-batch and segment if there is room; returns the hatches used."""
     used: set[str | None] = set()
-    begin, _ = extent(timeline)
-    has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
+    has_segments = any(bar.unit.segment > 0 for row in rows for bar in row)
     room = 0.07 / width * ax.get_xlim()[1]  # length of a character on the time axis
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
-    for rank, track in enumerate(timeline):
-        first_stage = min((unit.stage for unit, _, _ in track), default=0)
-        hatches = [
-            "...." if in_wait else "////" if unit.stage != first_stage else None
-            for (unit, _, _), in_wait in zip(track, in_waits(track), strict=True)
-        ]
+    for rank, row in enumerate(rows):
+        first_stage = min((bar.unit.stage for bar in row), default=0)
+        hatches = ["...." if bar.in_wait else "////" if bar.unit.stage != first_stage else None for bar in row]
         used.update(hatches)
         for hatch in (None, *_HATCHES):
-            shown = [entry for entry, its in zip(track, hatches, strict=True) if its == hatch]
-            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
-            colors = [style.color_of(unit) for unit, _, _ in shown]
-            ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
-            for (unit, _, _), (left, length) in zip(shown, bars, strict=True):
-                text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
+            shown = [bar for bar, its in zip(row, hatches, strict=True) if its == hatch]
+            places = [(bar.start / second, (bar.end - bar.start) / second) for bar in shown]
+            colors = [style.color_of(bar.unit) for bar in shown]
+            ax.broken_barh(places, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
+            for bar, color, (left, length) in zip(shown, colors, places, strict=True):
+                text = f"{bar.unit.microbatch}.{bar.unit.segment}" if has_segments else f"{bar.unit.microbatch}"
                 if length >= room * len(text):
-                    color = style.color_of(unit)
                     box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
                     ax.text(left + length / 2, rank, text, color=style.ink_on(color), bbox=box, **centred)
-    ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
-    ax.set_ylim(len(timeline) - 0.5, -0.5)
+    ax.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="x", color="0.9", lw=0.6)
     ax.set_axisbelow(True)
@@ -117,26 +112,26 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> se
     return used
 
 
-def _legend_handles(named: Mapping[str, Timeline], hatches: set[str | None]) -> list[Any]:
+def _legend_handles(rows: Sequence[Sequence[Bar]], hatches: set[str | None]) -> list[Any]:
     from matplotlib.patches import Patch
 
-    units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
+    units = {bar.unit for row in rows for bar in row}
     microbatches = sorted({unit.microbatch for unit in units})
+    seen = shortest_of(rows).keys() or {unit.kind for unit in units}
     num_colors = len(style.MICROBATCH_COLORS)
-    handles = [
-        Patch(facecolor=style.MICROBATCH_COLORS[m % num_colors], label=f"micro-batch {m}")
-        for m in microbatches[:num_colors]
-    ]
+    handles = [Patch(facecolor=style.MICROBATCH_COLORS[m % num_colors], label=f"micro-batch {m}") for m in microbatches]
     if len(microbatches) > num_colors:
-        handles.append(Patch(facecolor="none", label="... colours repeat"))
-    seen = {kind for timeline in named.values() for kind in kinds_of(timeline)[0]}
-    for kind, strength in style.STRENGTH.items():
-        if kind in seen:
-            handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {PASSES[kind]}"))
-    for hatch, text in _HATCHES.items():
-        if hatch in hatches:
-            handles.append(Patch(facecolor="0.7", edgecolor="white", hatch=hatch, label=text))
-    return handles
+        handles[num_colors:] = [Patch(facecolor="none", label="... colours repeat")]
+    handles += [
+        Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {PASSES[kind]}")
+        for kind, strength in style.STRENGTH.items()
+        if kind in seen
+    ]
+    return handles + [
+        Patch(facecolor="0.7", edgecolor="white", hatch=hatch, label=text)
+        for hatch, text in _HATCHES.items()
+        if hatch in hatches
+    ]
 
 
 def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> None:
@@ -150,24 +145,17 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
     """
     events: list[dict[str, object]] = []
     for pid, (heading, timeline) in enumerate(style.named_timelines("trace", tracks, "pipeline").items()):
-        begin, _ = extent(timeline)
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
-        names_stage = any(unit.stage != rank for rank, track in enumerate(timeline) for unit, _, _ in track)
-        for rank, track in enumerate(timeline):
-            thread = {"ph": "M", "pid": pid, "tid": rank}
-            events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-            for (unit, start, stop), in_wait in zip(track, in_waits(track), strict=True):
-                events.append(
-                    {
-                        "ph": "X",
-                        "pid": pid,
-                        "tid": rank,
-                        "ts": (start - begin) * 1e6,
-                        "dur": (stop - start) * 1e6,
-                        "name": f"[{unit.stage}]{unit}" if names_stage else str(unit),
-                        "cat": PASSES[unit.kind] + " in a wait" * in_wait,
-                        "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
-                    }
-                )
+        rows = bars_of(timeline)
+        names_stage = any(bar.unit.stage != rank for rank, row in enumerate(rows) for bar in row)
+        for rank, row in enumerate(rows):
+            thread = {"pid": pid, "tid": rank}
+            events.append({"ph": "M", **thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            events.append({"ph": "M", **thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+            for unit, start, end, in_wait in row:
+                name = f"[{unit.stage}]{unit}" if names_stage else str(unit)
+                about = {"name": name, "cat": PASSES[unit.kind] + " in a wait" * in_wait}
+                times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+                where = {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment}
+                events.append({"ph": "X", **thread, **times, **about, "args": where})
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from seq1f1b import _C
 from seq1f1b.files import write_whole
 from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import Simulation
-from seq1f1b.timeline_text import extent
+from seq1f1b.timeline_text import bars_of
 from seq1f1b.unit import Timeline, Unit, inputs_of
 from seq1f1b.view import style
 
-__all__ = ["live_changes", "memory_changes", "predecessors", "timeline_html"]
+__all__ = ["live_changes", "memory_changes", "timeline_html"]
 
 Changes = list[tuple[float, int, str]]
 """(time, by how much, of which holding) of what a rank holds, by time; of one time, what is freed comes first."""
@@ -130,28 +130,14 @@ def memory_changes(run: Simulation) -> list[Changes]:
     return found
 
 
-def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
-    """Returns the predecessors of each unit: the unit's inputs, and the previous unit of the rank.
-
-    Args:
-        parents: parents of the order's segments, see :class:`~seq1f1b.Schedule`.
-    """
-    after = inputs_of((unit for track in timeline for unit, _, _ in track), parents)
-    for track in timeline:
-        for (earlier, _, _), (unit, _, _) in pairwise(track):
-            if earlier not in after[unit]:
-                after[unit].append(earlier)
-    return after
-
-
 def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
-    begin, end = extent(timeline)
+    """Returns a timeline as ``timeline.js`` takes it."""
+    makespan = max(bar.end for row in bars_of(timeline) for bar in row)
     placed = [entry for track in timeline for entry in track]
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}
-    after = predecessors(timeline, None if run is None else run.schedule.parents)
-    edges = [[number[other] for other in after[unit]] for unit, _, _ in placed]
+    inputs = inputs_of((unit for unit, _, _ in placed), None if run is None else run.schedule.parents)
+    edges = [[number[other] for other in inputs[unit]] for unit, _, _ in placed]
     busy = sum(stop - start for _, start, stop in placed)
-    makespan = end - begin
     path = None if run is None else run.critical_path
     return {
         "heading": heading,
@@ -177,21 +163,20 @@ def _firsts(rows: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def _memory(timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
-    constant: dict[str, Sequence[int]] = {}
-    peaks: Sequence[int]
-    if run is not None and run.memory is not None:
+    if run is None or run.memory is None:
+        rows, constant = [live_changes(track) for track in timeline], {}
+        peaks: Sequence[int] = [max(accumulate((by for _, by, _ in changes), initial=0)) for changes in rows]
+    else:
         rows, peaks = memory_changes(run), run.memory.total
         constant = {name: getattr(run.memory, name) for name in ("weights", "optimizer", "logits", "receive")}
-    else:
-        rows = [live_changes(track) for track in timeline]
-        peaks = [max(accumulate((by for _, by, _ in changes), initial=0)) for changes in rows]
     holding = {row["name"]: h for h, row in enumerate(style.page_facts()["holdings"])}
+    changes = [change for row in rows for change in row]
     return {
         "whole": None if constant else max(1, len({(unit.stage, unit.segment) for unit, _, _ in timeline[0]})),
         "total": peaks,
         "constant": constant,
         "first": _firsts(rows),
-        "when": [moment for changes in rows for moment, _, _ in changes],
-        "by": [by for changes in rows for _, by, _ in changes],
-        "holding": [holding[name] for changes in rows for _, _, name in changes],
+        "when": [moment for moment, _, _ in changes],
+        "by": [by for _, by, _ in changes],
+        "holding": [holding[name] for _, _, name in changes],
     }

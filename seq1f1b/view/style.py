@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seq1f1b.flat import HOLDINGS
 from seq1f1b.timeline_text import PASSES
 from seq1f1b.unit import Timeline, Unit
 
@@ -52,25 +51,19 @@ def ink_on(color: Sequence[float]) -> str:
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "#222222"
 
 
-HOLDING_COLORS = {  # from the bottom up: the kinds that change least lie lowest
-    "weights": "#5b6472",
-    "optimizer": "#98a2ae",
-    "logits": "#d9b310",
-    "receive": "#e377b0",
-    "kv": "#1f77b4",
-    "kv_gradients": "#6fc0ea",
-    "output_gradients": "#8757b8",
-    "inputs": "#2c9a45",
-    "activations": "#f0944d",
-    "shard_logits": "#a9823c",
-    "forward_work": "#c9523c",
-    "backward_work": "#8c2f2f",
+_HOLDINGS = {  # from the bottom up: the kinds that change least lie lowest
+    "weights": ("#5b6472", "weights"),
+    "optimizer": ("#98a2ae", "optimizer state"),
+    "logits": ("#d9b310", "logits"),
+    "receive": ("#e377b0", "receive places"),
+    "kv": ("#1f77b4", "KV cache"),
+    "kv_gradients": ("#6fc0ea", "KV gradients"),
+    "output_gradients": ("#8757b8", "output gradients kept for W"),
+    "inputs": ("#2c9a45", "kept inputs, loss gradients"),
+    "activations": ("#f0944d", "activations"),
+    "shard_logits": ("#a9823c", "logits of a shard"),
 }
-_HOLDING_TEXTS = {
-    "receive": "receive places",
-    "optimizer": "optimizer state",
-    "inputs": "kept inputs, loss gradients",
-}
+"""Colours and words by the fields of :class:`seq1f1b.schedule.PeakMemory`."""
 
 
 def part(name: str) -> str:
@@ -85,12 +78,7 @@ def page_facts() -> dict[str, Any]:
         found = [color_of(Unit(letter, 0, microbatch, 0)) for microbatch in range(len(MICROBATCH_COLORS))]
         return [{"fill": f"rgb({','.join(str(round(255 * c)) for c in one)})", "ink": ink_on(one)} for one in found]
 
-    texts = {**{row.name: row.text for row in HOLDINGS}, **_HOLDING_TEXTS}
-    names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(HOLDINGS) if row.counts_with == h)]
     return {
         "passes": [{"letter": letter, "text": text, "colors": colors(letter)} for letter, text in PASSES.items()],
-        "holdings": [
-            {"name": name, "text": texts.get(name, name), "color": HOLDING_COLORS.get(name, "#d9c7a0")}
-            for name in dict.fromkeys(names)
-        ],
+        "holdings": [{"name": name, "color": color, "text": text} for name, (color, text) in _HOLDINGS.items()],
     }

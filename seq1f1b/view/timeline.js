@@ -7,7 +7,7 @@
 //   first                            [rank + 1] number of each rank's first unit
 //   pass, stage, microbatch, segment [unit]; start, end [unit] seconds
 //   slack, path                      [unit] seconds, or null; numbers of units, or null
-//   inputs                           {first [unit + 1], units}: what each unit comes after
+//   inputs                           {first [unit + 1], units}: whose results each unit takes
 //   memory                           {whole, total [rank], constant {name: [rank]}, first, when, by, holding}
 //     whole   null: amounts are bytes; else what a micro-batch of activations is
 //     first   [rank + 1] number of each rank's first change: when, by how much, and of which of the style's holdings
@@ -30,15 +30,16 @@ const Timelines = (() => {
 
   const digits = (x, n) => String(+x.toPrecision(n))
   const unitOfTime = (seconds) => (seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"])
-  const bytesText = (x, n) => (x >= 2 ** 30 ? `${digits(x / 2 ** 30, n)} GiB` : `${digits(x / 2 ** 20, n)} MiB`)
 
   function timeText(seconds, n = 3) {
     const [second, name] = unitOfTime(seconds || 1)
     return `${digits(seconds / second, n)} ${name}`
   }
 
-  const amountText = ({ whole }, x, n = 4) =>
-    whole === null ? bytesText(x, n) : `${digits(x / whole, n)} micro-batch${x === whole ? "" : "es"}`
+  function amountText({ whole }, x, n = 4) {
+    if (whole !== null) return `${digits(x / whole, n)} micro-batch${x === whole ? "" : "es"}`
+    return x >= 2 ** 30 ? `${digits(x / 2 ** 30, n)} GiB` : `${digits(x / 2 ** 20, n)} MiB`
+  }
 
   const round = (x) => Math.round(100 * x) / 100
   const rect = (x, y, width, height, fill) =>
@@ -229,17 +230,22 @@ const Timelines = (() => {
       return best
     }
 
+    // What a unit comes after: the units whose results it takes, and the one before it on its rank.
+    before(i) {
+      const { first, inputs } = this.timeline
+      const units = Array.from(inputs.units.slice(inputs.first[i], inputs.first[i + 1]))
+      return first.includes(i) || units.includes(i - 1) ? units : [...units, i - 1]
+    }
+
     // What is told of a unit: pairs of a label and a text.
     tellUnit(i) {
-      const { pass, stage, start, end, inputs, slack } = this.timeline
+      const { pass, stage, start, end, slack } = this.timeline
       const [second, unit] = unitOfTime(this.end - this.begin)
       const time = (x) => `${digits(x / second, 6)} ${unit}`
       const at = (x) => time(x - this.begin)
       const list = (units, told) => units.map((j) => `${this.name(j)} on rank ${this.rankOf(j)}, ${told(j)}`).join("; ")
-      const earlier = Array.from(inputs.units.slice(inputs.first[i], inputs.first[i + 1]))
-      const later = []
-      for (let j = 0; j < pass.length; j++)
-        for (let e = inputs.first[j]; e < inputs.first[j + 1]; e++) if (inputs.units[e] === i) later.push(j)
+      const earlier = this.before(i)
+      const later = Array.from(pass.keys()).filter((j) => this.before(j).includes(i))
       const told = [
         ["unit", `${this.name(i)}, ${this.style.passes[pass[i]].text}`],
         ["rank", `${this.rankOf(i)}, stage ${stage[i]}`],

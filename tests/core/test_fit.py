@@ -204,7 +204,7 @@ def test_bad_input() -> None:
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
     with pytest.raises(ValueError, match="the order recomputes or moves units already: fit one that keeps all"):
         order.recompute().fit(EQUAL, 10)
-    with pytest.raises(ValueError, match="room must be a number or hold 2, one of each rank: it holds 3"):
+    with pytest.raises(ValueError, match="room must be a number or hold 2 values, one of each rank: it holds 3"):
         order.fit(EQUAL, [1, 2, 3])
     with pytest.raises(ValueError, match="room"):
         order.fit(EQUAL, -1)

@@ -66,8 +66,8 @@ def test_they_count_in_times_and_bytes() -> None:
     ("options", "error", "text"),
     [
         ({"prefetch": -1}, ValueError, "prefetch is -1, must be at least 0"),
-        ({"prefetch": 1.0}, TypeError, "prefetch must be an int or None, got float"),
-        ({"prefetch": True}, TypeError, "prefetch must be an int or None, got bool"),
+        ({"prefetch": 1.0}, TypeError, "prefetch must be an int, got float"),
+        ({"prefetch": True}, TypeError, "prefetch must be an int, got bool"),
         ({"weights": "early"}, ValueError, "weights is 'early', must be 'planned' or 'fill'"),
     ],
 )

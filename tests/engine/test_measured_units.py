@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from seq1f1b.seconds import Fit, PassSeconds, Span, arrays_of, pairs_of, spans_of
+from seq1f1b.seconds import Fit, PassSeconds, Span, pairs_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of
 
 SPAN = Span(*(np.array([x]) for x in (10.0, 55.0, 10.0)))
@@ -44,21 +44,21 @@ def test_what_was_not_measured_follows_the_other_source(
 def test_without_another_source_i_and_w_are_halves_of_b() -> None:
     units = MeasuredUnits(fits(F=2.0, B=14.0))
     assert np.array(units.seconds(SPAN))[:, 0, 0].tolist() == [2.0, 7.0, 7.0, 14.0, 2.0] and not units.splits
-    assert (units.fixed, units.balance) == (16.0, 0.0)
+    assert units.balance == 0.0
     assert MeasuredUnits(fits(F=2.0, B=14.0, I=8.0, W=7.0)).splits
 
 
 def test_fitted_units_tell_those_of_another_length() -> None:
     """Floor 1, 2 for a token, 3 for a pair; shards take what the mean rank does."""
-    found: list[tuple[str, int, Span, float]] = []
-    for span in spans_of([8, 4, 2, 1, 9]):
+    found: list[tuple[str, int, float, float, float]] = []
+    spans = spans_of([8, 4, 2, 1, 9])
+    for tokens, pairs in zip(spans.tokens, spans.pairs, strict=True):
         for stage in (0, 1):
-            found.append(("F", stage, span, 1.0 + 2.0 * span.tokens + 3.0 * span.pairs))
-            found.append(("S", stage, span, (1.0 + stage) * span.tokens))
+            found.append(("F", stage, tokens, pairs, 1.0 + 2.0 * tokens + 3.0 * pairs))
+            found.append(("S", stage, tokens, pairs, (1.0 + stage) * tokens))
     units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
-    assert [span.pairs for span in spans] == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
-    arrays = arrays_of(spans)
-    assert units.seconds(arrays).forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
-    shards = units.shards(arrays)
+    assert spans.pairs.tolist() == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
+    assert units.seconds(spans).forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
+    shards = units.shards(spans)
     assert shards["statistics"].tolist() == [pytest.approx([7.5, 10.5])] * 2
     assert shards["embed"].tolist() == [[0.0, 0.0]] * 2

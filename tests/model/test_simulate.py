@@ -18,6 +18,7 @@ from orders import random_order, with_moves, with_recomputation
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Unit, build_schedule
 from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import PeakMemory, StepMemory
+from seq1f1b.view import style
 
 # -- small cases by hand -----------------------------------------------------------------------------------------------
 
@@ -53,32 +54,22 @@ def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
 
 
 class Reference:
-    """The rules in plain Python: who waits for whom, and how many places a receiver has."""
+    """The rules of times in plain Python: who waits for whom, with the places of the lowered program."""
 
     def __init__(self, schedule: Schedule, prefetch: int) -> None:
         self.schedule = schedule
         self.where = {unit: (rank, i) for rank, order in enumerate(schedule.ranks) for i, unit in enumerate(order)}
-        has_backward = any(unit.kind != "F" for unit in self.where)
-        last_readers = "BW" if has_backward else "F"
-        neighbours = [(s, s + 1) for s in range(schedule.num_stages - 1)]
-        if has_backward:
-            neighbours += [(b, a) for a, b in neighbours]
-        rank_of = schedule.rank_of_stage
-        self.edges = [(a, b) for a, b in neighbours if rank_of[a] != rank_of[b]]
+        last_readers = "BW" if any(unit.kind != "F" for unit in self.where) else "F"
+        program = _C.program_lower(schedule.handle, prefetch)
+        self.places = {(a, b): num_places for a, b, _, _, _, num_places, _ in _C.program_edges(program)}
+        self.edges = list(self.places)
         self.sent = {
             edge: [u for order in schedule.ranks for u in order if self.target(u) == edge] for edge in self.edges
         }
         self.frees = {  # units that free a place of the edge, in the order of its receiver
-            (a, b): [u for u in schedule.ranks[rank_of[b]] if u.stage == b and u.kind in last_readers]
+            (a, b): [u for u in schedule.ranks[schedule.rank_of_stage[b]] if u.stage == b and u.kind in last_readers]
             for a, b in self.edges
         }
-        self.places = {edge: self.needed_places(edge, prefetch) for edge in self.edges}
-        lowered = {(a, b): n for a, b, _, _, _, n, _ in _C.program_edges(_C.program_lower(schedule.handle, prefetch))}
-        if not self.gets_through():  # then, and only then, some edges have more
-            assert all(lowered[edge] >= places for edge, places in self.places.items())
-            self.places = lowered
-            assert self.gets_through()
-        assert self.places == lowered
 
     def target(self, unit: Unit) -> tuple[int, int] | None:
         """The edge on which its message leaves."""
@@ -94,54 +85,10 @@ class Reference:
         kinds = ["F"] if unit.kind == "F" else ["B", "I"]
         return next(u for kind in kinds if (u := Unit(kind, stage, *unit[2:])) in self.where)
 
-    def needed_places(self, edge: tuple[int, int], prefetch: int) -> int:
-        """Message n can be used when messages 0 to n have been posted: n + 1 places less those free again."""
-        most = freed = 0
-        for unit in self.schedule.ranks[self.schedule.rank_of_stage[edge[1]]]:
-            source = self.source(unit)
-            if source is not None and self.target(source) == edge:
-                most = max(most, self.sent[edge].index(source) + 1 - freed)
-            freed += unit in self.frees[edge]
-        return min(most + prefetch, len(self.sent[edge]))
-
-    def gets_through(self) -> bool:
-        """Whether no rank waits for ever where all have these places."""
-        done: set[Unit] = set()  # its rank is through with it, message sent
-        moved = True
-        while moved:
-            moved = False
-            for order in self.schedule.ranks:
-                for unit in order:
-                    if unit in done:
-                        continue
-                    source, edge = self.source(unit), self.target(unit)
-                    if source is not None and source not in done:
-                        break
-                    if edge is not None:
-                        n = self.sent[edge].index(unit) - self.places[edge]
-                        if n >= 0 and self.frees[edge][n] not in done:
-                            break
-                    done.add(unit)
-                    moved = True
-        return len(done) == len(self.where)
-
     def message_scale(self, scales: dict[tuple[int, int], list[float]], step: int, unit: Unit) -> float:
         edge = self.target(unit)
         assert edge is not None
         return scales[edge][step * len(self.sent[edge]) + self.sent[edge].index(unit)]
-
-    def place_bytes(self, edge: tuple[int, int], sizes: list[int]) -> int:
-        """What the places of an edge hold at most: a message takes the place that was freed last."""
-        places: dict[tuple[int, int], int] = {}
-        largest = [0] * self.places[edge]
-        for n, sent in enumerate(self.sent[edge]):
-            place = n
-            if n >= len(largest):
-                freed = self.frees[edge][n - len(largest)]
-                place = places[freed.microbatch, freed.segment]
-            places[sent.microbatch, sent.segment] = place
-            largest[place] = max(largest[place], sizes[sent.segment])
-        return sum(largest)
 
     def simulate(
         self,
@@ -395,86 +342,7 @@ def test_the_critical_path_alone_takes_the_makespan() -> None:
         assert makespan == close(simulation.makespan)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: int) -> list[int]:
-    """Bytes of each kind while a rank runs unit number ``now``: what began by then and has not ended before."""
-    number = {unit: i for i, unit in enumerate(order)}
-    inputs = given.inputs
-    split, goes_back = any(u.kind == "I" for u in order), any(u.kind != "F" for u in order)
-    back = "I" if split else "B" if goes_back else "F"
-    total, work = [0, 0, 0, 0, 0], 0
-    for forward in (unit for unit in order if unit.kind == "F"):
-        stage, s = forward.stage, forward.segment
-        begin, middle = number[forward], number[forward._replace(kind=back)]
-        end = number[forward._replace(kind="W")] if split else middle
-        activation, kept = given.activations[stage][s], given.kept_activations[stage][s]
-        again = number.get(forward._replace(kind="R"))
-        if again is not None:  # until then the input alone
-            total[4] += inputs[stage][s] * (begin <= now <= middle)
-            begin = again
-        gone, load = (number.get(forward._replace(kind=kind), -1) for kind in "AL")
-        if begin <= now <= end and not gone < now < load:
-            total[0] += activation if now <= middle else kept
-        if split and middle <= now <= end:
-            total[1] += given.output_gradients[stage][s]
-        if given.kv_rows:
-            total[2] += given.kv_rows[stage][s] * (number[forward] <= now <= middle)
-        if given.kv_gradient_rows and goes_back:
-            last = number[forward._replace(kind=back, segment=k - 1)]
-            total[3] += given.kv_gradient_rows[stage][s] * (last <= now <= middle)
-        if given.staying:
-            total[4] += given.staying[stage][s] * (number[forward] <= now <= middle)
-        if given.forward_work:
-            work += given.forward_work[stage][s] * (now in (number[forward], again))
-            work += given.backward_work[stage][s] * (now == middle and goes_back)
-        if s == 0:  # of the whole micro-batch
-            last = number[forward._replace(kind=back, segment=k - 1)]
-            freed = middle if goes_back else last
-            total[2] += given.kv[stage] * (number[forward] <= now <= freed)
-            total[3] += given.kv_gradients[stage] * (goes_back and last <= now <= freed)
-    return [*total, place, work]
-
-
-def test_peaks_of_every_kind_of_memory() -> None:
-    rng = random.Random(8)
-    for number in range(350):
-        schedule = random_order(rng)
-        if number >= 200:
-            schedule = with_recomputation(schedule, rng, 0.6 if number < 250 else 0.2)
-        if number >= 250:
-            schedule = with_moves(schedule, rng)
-        S, k = schedule.num_stages, schedule.num_segments
-        activations = [[rng.randint(0, 99) for _ in range(k)] for _ in range(S)]
-        weights, optimizer, kv, kv_gradients = ([rng.randint(0, 99) for _ in range(S)] for _ in range(4))
-        given = StepMemory(
-            activations=activations,
-            kept_activations=[[rng.randint(0, most) for most in row] for row in activations],
-            output_gradients=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
-            kv=kv, kv_gradients=kv_gradients, weights=weights, optimizer=optimizer, logits=rng.randint(0, 99),
-            inputs=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
-            kv_rows=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 2 else 0,
-            kv_gradient_rows=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 2 else 0,
-            staying=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 3 else 0,
-            forward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
-            backward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
-        )  # fmt: skip
-        sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
-        peak = (
-            schedule.replace(prefetch=prefetch).simulate(Costs(links=Links(message_bytes=sizes)), memory=given).memory
-        )
-        reference = Reference(schedule, prefetch)
-        for rank, order in enumerate(schedule.ranks):
-            mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
-            receive = sum(reference.place_bytes(edge, sizes) for edge in reference.places if edge[1] in mine)
-            curve = [held(order, now, given, k, receive) for now in range(len(order))]
-            kinds = (peak.activations, peak.output_gradients, peak.kv, peak.kv_gradients, peak.inputs, peak.receive)
-            most = [max(held_now) for held_now in zip(*curve, strict=True)]
-            assert [kind[rank] for kind in kinds] == most[:-1]
-            constant = [sum(of[s] for s in mine) for of in (weights, optimizer)] + [given.logits * (S - 1 in mine)]
-            assert [peak.weights[rank], peak.optimizer[rank], peak.logits[rank]] == constant
-            assert peak.total[rank] == max(map(sum, curve)) + sum(constant)
+# -- moves -------------------------------------------------------------------------------------------------------------
 
 
 def test_moves_by_hand() -> None:
@@ -494,7 +362,9 @@ def test_moves_by_hand() -> None:
     for bad in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="the time of the tier is"):
             order.simulate(Costs(tier=bad))
-    with pytest.raises(ValueError, match="tier must be a number or hold 1 stages of 3 segments each"):
+    with pytest.raises(
+        ValueError, match="tier must be a number or hold 1 x 3 values, one of each segment of each stage"
+    ):
         order.simulate(Costs(tier=[[1.0]]))
     assert order.simulate(memory=StepMemory(activations=10)).memory.activations == (20,)
 
@@ -516,25 +386,31 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": [[1.0]]}, "forward must be a number or hold 2 stages of 3 segments each: it holds 1"),
+        (
+            {"forward": [[1.0]]},
+            "forward must be a number or hold 2 x 3 values, one of each segment of each stage: it holds 1",
+        ),
         (
             {"backward": [[1.0, 1.0, 1.0], [1.0, 1.0]]},
-            "backward must be a number or hold 2 stages of 3 segments each: [1] holds 2",
+            "backward must be a number or hold 2 x 3 values, one of each segment of each stage: [1] holds 2",
         ),
-        ({"backward": [1.0, 1.0]}, "backward must be a number or hold 2 stages of 3 segments each: [0] is a number"),
+        (
+            {"backward": [1.0, 1.0]},
+            "backward must be a number or hold 2 x 3 values, one of each segment of each stage: [0] is a number",
+        ),
         ({"durations": [[1.0]]}, "durations hold 1 ranks, the schedule has 2"),
         ({"durations": [[1.0], [1.0]]}, "durations of one rank holds 1 values, must hold 12"),
-        ({"message_bytes": [1, 2]}, "message_bytes must be a number or hold 3, one of each segment: it holds 2"),
+        ({"message_bytes": [1, 2]}, "message_bytes must be a number or hold 3 values, one of each segment: it holds 2"),
         ({"message_bytes": -1}, "message_bytes of segment 0 is -1, must be at least 0"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
         ({"bandwidth": [math.nan]}, "bandwidth is nan, must be above 0"),
         (
             {"bandwidth": [1.0, 1.0]},
-            "bandwidth must be a number or hold 1, one of each pair of neighbouring stages: it holds 2",
+            "bandwidth must be a number or hold 1 values, one of each pair of neighbouring stages: it holds 2",
         ),
         (
             {"latency": []},
-            "latency must be a number or hold 1, one of each pair of neighbouring stages: it holds 0",
+            "latency must be a number or hold 1 values, one of each pair of neighbouring stages: it holds 0",
         ),
         ({"latency": [-1.0]}, "the latency of a transfer is -1, must be finite and at least 0"),
         (
@@ -548,13 +424,13 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"optimizer": -1.0}, "the time of an optimizer is -1, must be finite and at least 0"),
         (
             {"optimizer": [1.0]},
-            "optimizer must be a number or hold 2, one of each rank: it holds 1",
+            "optimizer must be a number or hold 2 values, one of each rank: it holds 1",
         ),
-        ({"memory": StepMemory(kv=[1])}, "kv must be a number or hold 2, one of each stage: it holds 1"),
+        ({"memory": StepMemory(kv=[1])}, "kv must be a number or hold 2 values, one of each stage: it holds 1"),
         ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
         (
             {"memory": StepMemory(activations=-1)},
-            "activations holds -1 bytes, must be in 0..59124179723428050",
+            "activations holds -1 bytes, must be in 0..69874030582233150",
         ),
         (
             {"memory": StepMemory(activations=1, kept_activations=2)},
@@ -683,3 +559,4 @@ def test_what_is_held_has_a_field_of_its_name() -> None:
     assert {row.name for row in HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
     shown = {row.name for h, row in enumerate(HOLDINGS) if row.counts_with == h}
     assert shown | constant | {"receive", "total"} == {field.name for field in fields(PeakMemory)}
+    assert shown | constant | {"receive"} == {row["name"] for row in style.page_facts()["holdings"]}

@@ -24,7 +24,7 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware,
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import PlanSearch, search_plans
 from seq1f1b.planning.step_plan import plan_step
-from seq1f1b.seconds import arrays_of, spans_of
+from seq1f1b.seconds import spans_of
 
 RECORD = Path(__file__).parent / "recorded_plans.json.gz"
 PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-profile.json"
@@ -214,7 +214,7 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
     ]
     placement = orders[0].rank_of_stage
     price, links = cost.price(sizes), cost.links(placement)
-    shards = cost.source.shards(arrays_of(spans_of(sizes, cost.layout.documents)))
+    shards = cost.source.shards(spans_of(sizes, cost.layout.documents))
     told = {
         "sizes": sizes,
         "seconds": price.seconds._asdict(),

@@ -85,7 +85,7 @@ def test_forward_is_the_flops_of_pairs_counted_one_by_one(documents):
         begin = end - size
         pairs = [seen(documents, begin, end, window) for window in (0, 5)]
         assert [pairs_of(documents, begin, end, window) for window in (0, 5)] == pairs
-        assert spans_of(sizes, documents, (5,))[s].within == (pairs[1],)
+        assert spans_of(sizes, documents, (5,)).within[0][s] == pairs[1]
         of_state = 2 * size * (2 * 64 * 100 + 6 * 64 * 96 + 900)
         flops = 2 * products * size + 2 * 4 * 96 * sum(pairs) + of_state + 2 * 64 * 50 * size
         assert sum(row[s] for row in found) * 1e9 == pytest.approx(flops, rel=1e-12)

@@ -157,7 +157,7 @@ def test_an_engine_is_asked_for_what_steps_took_however_far_a_loader_is_ahead(ah
             engine.step(own, target=own, plan=first.plan)
             took.append(engine.report().segment_sizes)
             assert took[-1] == tuple(first.plan.costs.sizes)
-    known = {span.tokens for _, _, span, _ in steps._measured}
+    known = {tokens for _, _, tokens, _, _ in steps._measured}
     assert steps.cost.source is not steps.cost.parts
     assert known <= set(chain(*took[1:])) and len(took) > 6  # the first step's units warm up
 

@@ -253,7 +253,7 @@ def test_steps_are_planned_by_the_units_of_the_engine(monkeypatch: pytest.Monkey
             found[unit] = forward * (1 if unit.kind == "F" else 2)
         return found
 
-    monkeypatch.setattr("seq1f1b.data.unit_seconds", seconds_of)
+    monkeypatch.setattr("seq1f1b.report.report.Report._shared_seconds", property(seconds_of))
 
     def run(group: Any) -> tuple[list[str], list[CostModel]]:
         engine = PipelineEngine(

@@ -54,7 +54,8 @@ def check_row(tree: TreeShape, row: PackedRow, tokens: list[int], packs: bool) -
     assert tuple(map(sum, row.parts)) == row.sizes and row.parents[0] == -1
     ends: list[list[int]] = []  # the path up to each segment's end
     at = 0
-    for part, parent, span in zip(row.parts, row.parents, row.spans_in(), strict=True):
+    spans = row.spans_in()
+    for part, parent, spanned, pairs in zip(row.parts, row.parents, spans.tokens, spans.pairs, strict=True):
         assert len(part) == 1 or packs
         path = ends[parent] if parent >= 0 else []
         for size in part:
@@ -67,7 +68,7 @@ def check_row(tree: TreeShape, row: PackedRow, tokens: list[int], packs: bool) -
                 assert where[path[-1]] == (tree.parents[node], tree.sizes[tree.parents[node]] - 1)
             assert own == list(range(own[0], own[0] + size)) and before >= 0
             at += size
-        assert span.tokens == sum(part) and span.pairs == sum(sees[t] for t in tokens[at - sum(part) : at])
+        assert spanned == sum(part) and pairs == sum(sees[t] for t in tokens[at - sum(part) : at])
         ends.append(path + tokens[at - sum(part) : at])
         assert len(part) == 1 or len(ends) - 1 not in row.parents, "nothing follows several leaves"
 

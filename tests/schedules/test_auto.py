@@ -134,9 +134,9 @@ def test_caps_in_bytes() -> None:
         (
             {"unit_bytes": 3, "cap_bytes": [50]},
             ValueError,
-            "cap_bytes must be a number or hold 2, one of each rank: it holds 1",
+            "cap_bytes must be a number or hold 2 values, one of each rank: it holds 1",
         ),
-        ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 stages of 2"),
+        ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 x 2 values"),
         ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
         ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),
         ({"placement": "w"}, ValueError, "placement is 'w', must be 'loop' or 'v'"),

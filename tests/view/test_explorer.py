@@ -227,7 +227,9 @@ def test_the_lines_of_python_build_the_design(page: Timelines, capsys: Any) -> N
     for design, result in zip(DESIGNS, found, strict=True):
         assert result["refused"] is None, result["refused"]
         show(page, design)
-        lines = page.run("return explorer.panels[0].python()")
+        lines = page.run(
+            "const [{ design, result }] = explorer.panels; return Designs.toPython(design, result, explorer.facts)"
+        )
         names: dict[str, Any] = {}
         exec(lines, names)
         run = names["run"]
@@ -295,7 +297,7 @@ def test_a_link_holds_the_designs(browser: Any, url: str, page: Timelines) -> No
     assert page.run(odd, json.dumps([{"M": 6}])) == page.run("return [Designs.make({M: 6})]") * 2
 
 
-def test_a_wrong_order_names_its_rule_and_marks_both_units(page: Timelines) -> None:
+def test_a_wrong_order_names_its_rule_and_both_units(page: Timelines) -> None:
     area = page.browser.find_elements("css selector", "textarea")[1]
     page.browser.execute_script("arguments[0].closest('details').open = true", area)
     area.clear()
@@ -305,27 +307,7 @@ def test_a_wrong_order_names_its_rule_and_marks_both_units(page: Timelines) -> N
     with pytest.raises(ValueError) as refused:
         Schedule.from_text(area.get_property("value")).check()
     assert str(refused.value) in said and "on rank 0 B0.0 comes before B0.1" in said
-    assert [mark.text for mark in panel.find_elements("css selector", "mark")] == ["B0.0", "B0.1"]
     assert page.run("return all.pictures.length") == 1, "the other design stays"
-
-
-SENTENCES = {
-    "F0.0 F0.0 B0.0\nF0.0 B0.0": [["F0.0", 0], ["F0.0", 5]],  # twice
-    "F0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 X0.0": [["X0.0", 35]],
-    "[0]F0.0 [1]F0.0 [1]B0.0 [0]B0.0 [0]B0.0": [["[0]B0.0", 24], ["[0]B0.0", 32]],
-    "F0.0 B0.0 F1.0 B1.0\nF1.0 F0.0 B1.0 B0.0": [["B0.0", 5], ["F1.0", 20]],  # a cycle
-    "parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2": [["B0.0", 30], ["B0.1", 35]],  # the first line is no rank's
-    "parents -1,0,x\nF0.0 F0.1 F0.2 B0.2 B0.1 B0.0": [["-1,0,x", 8]],
-}
-
-
-def test_marks_are_the_places_that_a_sentence_means(page: Timelines) -> None:
-    script = "return Designs.marks(...arguments).map(({name, begin}) => [name, begin])"
-    for order, expected in SENTENCES.items():
-        with pytest.raises(ValueError) as refused:
-            Schedule.from_text(order).check()
-        found = page.run(script, str(refused.value), order)
-        assert expected == [mark for mark in found if mark in expected], (str(refused.value), found)
 
 
 def test_saved_forms(page: Timelines) -> None:

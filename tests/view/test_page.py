@@ -21,7 +21,8 @@ from trees import random_tree_order
 
 from seq1f1b import Costs, Links, Schedule, Simulation, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
-from seq1f1b.view.page import live_changes, memory_changes, predecessors, timeline_html
+from seq1f1b.unit import inputs_of
+from seq1f1b.view.page import live_changes, memory_changes, timeline_html
 from seq1f1b.view.style import MOST_UNITS
 
 # -- without a browser -------------------------------------------------------------------------------------------------
@@ -42,58 +43,26 @@ def test_live_units_have_the_peaks_of_the_lowered_program(name: str) -> None:
                 assert sum(by for _, by, _ in rank) == 0 and rank[-1][0] == track[-1][2]
 
 
-def check_predecessors(order: Schedule) -> None:
+def check_inputs(order: Schedule) -> None:
     """Without transfers, and with a place for every message: so none is missing, and none is too many."""
     run = order.replace(prefetch=100).simulate(Costs(0.75, 2.0, 0.5))
     ends = {unit: end for track in run.timeline for unit, _, end in track}
-    after = predecessors(run.timeline, order.parents)
+    inputs = inputs_of(ends, order.parents)
     for track in run.timeline:
-        for unit, start, _ in track:
-            assert start == max((ends[other] for other in after[unit]), default=0.0), unit
+        last = 0.0
+        for unit, start, end in track:
+            assert start == max([last, *(ends[other] for other in inputs[unit])]), unit
+            last = end
 
 
 @pytest.mark.parametrize("name", [*schedules(), "trees"])
-def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None:
+def test_a_unit_starts_when_its_last_input_and_the_unit_before_it_end(name: str) -> None:
     rng = random.Random(8)
     for P, M, k in ((2, 4, 1), (3, 6, 3)):
         order = random_tree_order(rng)[0] if name == "trees" else small_schedule(name, P, M, k)
         if order is not None:
             for each in (order, order.recompute(lambda unit: unit.segment != 1), order.offload()):
-                check_predecessors(each)
-
-
-def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> StepMemory:
-    def table(most: int) -> list[list[int]]:
-        return [[rng.randrange(1, most) for _ in range(num_segments)] for _ in range(num_stages)]
-
-    per_stage = ("kv", "kv_gradients", "weights", "optimizer")
-    rows = {name: [rng.randrange(1, 1000) for _ in range(num_stages)] for name in per_stage}
-    tables = {name: table(300) for name in ("output_gradients", "inputs", "kv_rows", "kv_gradient_rows")}
-    kept = table(500)
-    activations = [[a + 7 for a in row] for row in kept]
-    return StepMemory(activations, kept, logits=rng.randrange(1000), **rows, **tables)
-
-
-@pytest.mark.parametrize("name", schedules())
-def test_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> None:
-    """The core adds up by the order, the changes by the times."""
-    rng = random.Random(name)
-    for P, M, k in ((1, 2, 1), (2, 4, 1), (3, 6, 3), (4, 8, 4)):
-        schedule = small_schedule(name, P, M, k)
-        if schedule is None:
-            continue
-        for order in (schedule, schedule.forward_only(), schedule.recompute(lambda unit: unit.microbatch > 0)):
-            memory = random_memory(rng, order.num_stages, order.num_segments)
-            run = order.simulate(Costs(1.0, 2.0, 0.75, links=Links(message_bytes=7)), memory=memory)
-            assert run.memory is not None
-            always = [getattr(run.memory, kind) for kind in ("weights", "optimizer", "logits", "receive")]
-            for rank, changes in enumerate(memory_changes(run)):
-                for kind in {kind for _, _, kind in changes}:
-                    held = max(accumulate(by for _, by, other in changes if other == kind))
-                    assert held == getattr(run.memory, kind)[rank], (kind, rank)
-                most = max(accumulate(by for _, by, _ in changes))
-                assert most + sum(held[rank] for held in always) == run.memory.total[rank]
-                assert sum(by for _, by, _ in changes) == 0
+                check_inputs(each)
 
 
 def test_no_name_ends_or_hides_a_script(tmp_path: Path) -> None:
