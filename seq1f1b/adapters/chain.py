@@ -145,9 +145,7 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
     if lazy:
         raise ValueError(f"{lazy[0]} of {type(model).__name__} has no shape yet: run the model once before split")
     if at is not None:
-        if isinstance(at, str):
-            raise ValueError(f"at is {at!r}, must be a list of names, as [{at!r}]")
-        names = [str(name) for name in at]
+        names = [str(name) for name in ([at] if isinstance(at, str) else at)]
         known = {name for name, _ in model.named_modules(remove_duplicate=False)} - {""}
         unknown = [name for name in names if name not in known]
         if unknown:

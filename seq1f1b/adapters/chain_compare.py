@@ -8,17 +8,16 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import is_dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import RefusedCode
-from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.nested import distance, norm
@@ -29,6 +28,7 @@ _BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
 _TRAINING, _AUTOCAST = "training mode", "evaluation mode under autocast"
 _MODES = (_TRAINING, "evaluation mode without gradients", _AUTOCAST)
 _ROUNDINGS = 8  # tolerance for sums in another order, in units in the last place
+_Run: TypeAlias = "tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]"
 
 
 class Composite(RefusedCode):
@@ -63,26 +63,24 @@ def compare(
     given = {node.target: arguments[node.target] for node in known if arguments and node.target in arguments}
     needed = [given.pop(node.target) for node in known if node.target in given and not node.args]
     for mode in () if why else _MODES:
-        where = f"{text}, in {mode}"
+        where, whole = f"{text}, in {mode}", None
         try:
             whole = _run(model, [model], needed, given, [()], mode)
-        except RefusedCode:
-            raise
-        except Exception as error:  # raised by the model
-            if mode != _TRAINING:  # not every model runs in bfloat16, or without gradients
-                continue
-            why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
-            if sample is not None:
-                raise ValueError(why) from error
-            break
-        try:
             stages = _run(model, parts, needed, given, handed_on, mode)
         except RefusedCode:
             raise
-        except Exception as error:
-            raise RefusedCode(
-                f"the stages of {whose} fail on {where}, and the model does not: {type(error).__name__}: {error}"
-            ) from error
+        except Exception as error:  # raised by code of the model
+            problem = f"{type(error).__name__}: {error}"
+            if whole is not None:
+                raise RefusedCode(
+                    f"the stages of {whose} fail on {where}, and the model does not: {problem}"
+                ) from error
+            if mode != _TRAINING:  # not every model runs in bfloat16, or without gradients
+                continue
+            why = f"forward of {whose} fails on {text}: {problem}"
+            if sample is not None:
+                raise ValueError(why) from error
+            break
         difference = _difference(whole, stages)
         if difference:
             raise RefusedCode(
@@ -128,20 +126,6 @@ def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Run:
-    """The results of one forward and backward: through the stages in a row, or through the whole model.
-
-    Attributes:
-        outputs: tensors and plain values of the output, keyed by path.
-        gradients: keyed by the parameter's first name in the model.
-    """
-
-    outputs: dict[str, Any]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-
 def _run(
     model: nn.Module,
     parts: Sequence[Any],
@@ -154,6 +138,8 @@ def _run(
 
     Args:
         handed_on: names of the values that each part hands on.
+    Returns:
+        the leaves of the output, keyed by path; gradients, keyed by first name in the model; and buffers, by name.
     """
     whose, is_training = type(model).__name__, mode == _TRAINING
     parameters = list({id(p): p for whole in (model, *parts) for p in whole.parameters() if p.is_leaf}.values())
@@ -178,16 +164,14 @@ def _run(
         for index, part in enumerate(parts):
             put_back(apart[index])
             for name, buffer, start in buffers[index]:
-                if _off(start, buffer):
+                if not torch.equal(start, buffer):
                     raise RefusedCode(
                         f"several stages of {whose} use buffer {name}, which a stage before {index} changes: each "
                         "would change its own. Use a module of its own in each stage, or one without statistics "
                         "(track_running_stats=False)"
                     )
             torch.set_grad_enabled(is_training)
-            held = {id(p) for p in part.parameters()}
-            with _unreadable([p for p in parameters if id(p) not in held]):
-                output = part(*values, **kwargs)
+            output = part(*values, **kwargs)
             values = output if isinstance(output, tuple) else (output,)
             for name, value in zip(handed_on[index], values, strict=False):
                 if isinstance(value, (tuple, list, dict)):
@@ -197,10 +181,10 @@ def _run(
                         f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
-        outputs = _places(output)
+        leaves = tree_leaves_with_path(vars(output) if is_dataclass(output) else output)
+        outputs = {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
         tensors = {place: value for place, value in outputs.items() if isinstance(value, Tensor)}
-        seeds = [_seed(i, value) if value.requires_grad else None for i, value in enumerate(tensors.values())]
-        trained = [(value, seed) for value, seed in zip(tensors.values(), seeds, strict=True) if seed is not None]
+        trained = [(value, _seed(i, value)) for i, value in enumerate(tensors.values()) if value.requires_grad]
         if trained:
             torch.autograd.backward([value for value, _ in trained], [seed for _, seed in trained])
         outputs |= {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
@@ -209,29 +193,10 @@ def _run(
             name = names[id(p)]
             gradients[name] = gradients[name] + p.grad if name in gradients else p.grad  # copies of one parameter
         found = {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
-        return _Run(outputs, gradients, found)
-
-
-@contextmanager
-def _unreadable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Fills parameters with NaN in the ``with`` block: a stage must not compute with another stage's parameter."""
-    own = [(p, p.data) for p in parameters if is_plain(p) and p.is_floating_point()]
-    for parameter, values in own:
-        parameter.data = values.new_full((), math.nan).expand(values.shape)
-    try:
-        yield
-    finally:
-        for parameter, values in own:
-            parameter.data = values
+        return outputs, gradients, found
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-
-
-def _places(value: Any) -> dict[str, Any]:
-    """Returns the leaves of an output, keyed by path."""
-    leaves = tree_leaves_with_path(vars(value) if is_dataclass(value) else value)
-    return {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
 
 
 def _seed(index: int, output: Tensor) -> Tensor:
@@ -241,25 +206,28 @@ def _seed(index: int, output: Tensor) -> Tensor:
 
 
 def _difference(whole: _Run, stages: _Run) -> str:
-    """Returns the first difference in words, "" for equal runs."""
-    if len(whole.outputs) != len(stages.outputs):
-        return f"the model returns {len(whole.outputs)} values, the last stage {len(stages.outputs)}"
-    real = [v for v in whole.outputs.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    eps = max((torch.finfo(value.dtype).eps for value in real), default=2**-24)
-    pairs = [(name, a, b, 0.0) for (name, a), b in zip(whole.outputs.items(), stages.outputs.values(), strict=True)]
-    pairs += [(f"buffer {n}", whole.buffers[n], b, 0.0) for n, b in stages.buffers.items() if n in whole.buffers]
-    sizes = [size for gradient in whole.gradients.values() if math.isfinite(size := norm(gradient))]
+    """Returns the first difference in words, "" for equal runs.
+
+    Floating values may differ by rounding, in proportion to their norm; gradients also to the typical gradient's.
+    """
+    (outputs, gradients, buffers), (others, other_gradients, other_buffers) = whole, stages
+    if len(outputs) != len(others):
+        return f"the model returns {len(outputs)} values, the last stage {len(others)}"
+    real = [value for value in outputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    bound = _ROUNDINGS * max((torch.finfo(value.dtype).eps for value in real), default=2**-24)
+    sizes = [size for gradient in gradients.values() if math.isfinite(size := norm(gradient))]
     typical = math.sqrt(sum(size**2 for size in sizes) / max(1, len(sizes)))
-    for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
-        here = [gradients[name] for gradients in (whole.gradients, stages.gradients) if name in gradients]
-        zero = torch.zeros_like(here[0])
-        one, other = whole.gradients.get(name, zero), stages.gradients.get(name, zero)
-        pairs.append((f"the gradient of {name}", one, other, typical))
-    return next((f"{name} {off}" for name, a, b, size in pairs if (off := _off(a, b, eps, size))), "")
+    pairs = [(name, a, b, 0.0) for (name, a), b in zip(outputs.items(), others.values(), strict=True)]
+    pairs += [(f"buffer {n}", buffers[n], b, 0.0) for n, b in other_buffers.items() if n in buffers]
+    for name in dict.fromkeys((*gradients, *other_gradients)):
+        zero = torch.zeros_like(gradients[name] if name in gradients else other_gradients[name])
+        here = gradients.get(name, zero), other_gradients.get(name, zero)
+        pairs.append((f"the gradient of {name}", *here, typical))
+    return next((f"{name} {off}" for name, a, b, size in pairs if (off := _off(a, b, bound, size))), "")
 
 
-def _off(value: Any, found: Any, eps: float = 0.0, typical: float = 0.0) -> str:
-    """Returns how a value differs from the model's; "" within rounding, in proportion to norm plus ``typical``."""
+def _off(value: Any, found: Any, bound: float, typical: float) -> str:
+    """Returns how a value differs from the model's; "" within ``bound`` times norm plus ``typical``."""
     if not isinstance(value, Tensor) or not isinstance(found, Tensor):
         differs = type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found)
         return f"is {found!r}, the model's is {value!r}" if differs else ""
@@ -267,8 +235,4 @@ def _off(value: Any, found: Any, eps: float = 0.0, typical: float = 0.0) -> str:
         if getattr(value, what) != getattr(found, what):
             return f"has {what} {getattr(found, what)}, the model's has {getattr(value, what)}"
     off, size = distance(found, value), norm(value.to_dense().nan_to_num(0.0, 0.0, 0.0))
-    return (
-        ""
-        if not off or off <= _ROUNDINGS * eps * (size + typical)
-        else f"is off by {off / (size or 1):.1e} of its size"
-    )
+    return "" if not off or off <= bound * (size + typical) else f"is off by {off / (size or 1):.1e} of its size"

@@ -6,9 +6,7 @@ import inspect
 import math
 import operator
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,33 +23,61 @@ from seq1f1b.engine.model_state import RandomState, attributes_of, first_changed
 
 __all__ = ["RefusedCode", "Tracer", "constants_of", "has_effect", "is_size", "trace"]
 
-_HOOKS = [
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-]
-
 
 class RefusedCode(ValueError):
     """The error for code that a stage would run differently from the model. The message is a whole sentence."""
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
-    """Traces forward in training mode, entering only the modules that contain a named module."""
-    inside = {model: ""}
+    """Traces forward in training mode, entering only the modules that contain a named module.
+
+    Restores modes, attributes and random state.
+
+    Raises:
+        RefusedCode: forward cannot be traced, draws random numbers in Python, or changes an attribute.
+    """
+    whose = f"forward of {type(model).__name__}"
+    kinds = {parameter.kind for parameter in inspect.signature(type(model).forward).parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        raise RefusedCode(f"{whose} takes *args or **kwargs: name its arguments")
+    inside = {model}
     for name in names:
         path = name.split(".")
-        inside |= {model.get_submodule(".".join(path[:i])): ".".join(path[:i]) for i in range(1, len(path))}
-    _check_entered(inside)
-    tracer = Tracer(model, set(inside))
-    modes = [(module, module.training) for module in model.modules()]
+        inside |= {model.get_submodule(".".join(path[:i])) for i in range(1, len(path))}
+    tracer = Tracer(model, inside)
+    before, random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
     try:
-        for module, _ in modes:
+        for module in model.modules():
             module.training = True
-        with torch.enable_grad():
-            tracer.run(model)
+        attributes = attributes_of(model.modules())
+        with torch.enable_grad(), _Recording(tracer):
+            tracer.trace(model)
+        draws, changed = not random.is_current(), first_changed(attributes)
+    except RefusedCode:
+        raise
+    except Exception as error:  # forward may fail in any way on a value without contents
+        raise RefusedCode(
+            f"{whose} cannot be traced: {type(error).__name__}: {error}. Leave asserts out, write the names out as in "
+            "a, b = value, and move what depends on values or sizes, assigns to a part of a tensor, or takes anything "
+            "but tensors (as torch.utils.checkpoint does), into a module of its own"
+        ) from error
     finally:
-        for module, mode in modes:
-            module.training = mode
+        put_back(before)
+        random.restore()
+    if draws:
+        raise tracer.refuse(
+            "it draws random numbers in Python, once for all calls, or changes the state of a generator: do that in a "
+            "block, or draw by torch's functions of a tensor, as torch.rand_like(x)"
+        )
+    if changed is not None:
+        module, name = changed
+        raise tracer.refuse(
+            f"it changes {name!r} of {type(module).__name__} in each call, which no stage would do: move that into a "
+            "block, or make it a buffer"
+        )
+    called = {node.target for node in tracer.graph.nodes}
+    if carry.carry_out in called and carry.carry_in not in called:
+        raise tracer.refuse("it gives carry_in a constant, which a trace does not record: give torch.zeros(...)")
     _leave_losses_out(tracer.graph)
     return tracer
 
@@ -85,24 +111,6 @@ def _leave_losses_out(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_entered(inside: Mapping[nn.Module, str]) -> None:
-    """Raises RefusedCode for hooks and replaced forwards of modules that the trace enters, and for ``*args``."""
-    for module, name in inside.items():
-        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        hooks = ", ".join(kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(module, kind, None))
-        if hooks:
-            raise RefusedCode(f"{where} has hooks, which no stage would run ({hooks}): put them on its blocks")
-        if "forward" in vars(module):
-            raise RefusedCode(f"{where} has a forward that was set on the instance: define it in the class")
-        if "token_offset" in inspect.unwrap(type(module).forward).__code__.co_names:
-            raise RefusedCode(
-                f"forward of {where} cannot be cut: it uses token_offset(), a number of the segment: use positions(x)"
-            )
-        kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
-        if not name and kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-            raise RefusedCode(f"forward of {where} takes *args or **kwargs: name its arguments")
-
-
 # -- one trace ---------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +124,7 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, model: nn.Module, inside: set[nn.Module]) -> None:
-        super().__init__(autowrap_modules=(math,), autowrap_functions=_TAKE_SIZES)
+        super().__init__(autowrap_modules=(math,), autowrap_functions=(*_TAKE_SIZES, *_OURS, checkpoint))
         skipped = ("torch.", "seq1f1b.")  # fx records calls of these functions by any imported name in other modules
         self._autowrap_search += [own for name, own in list(sys.modules.items()) if not name.startswith(skipped)]
         self._autowrap_search.append(torch.utils.checkpoint)
@@ -127,91 +135,27 @@ class Tracer(fx.Tracer):
             self._all_names.setdefault(module, []).append(name)
         self._calls: dict[nn.Module, int] = {}
 
-    def run(self, model: nn.Module) -> None:
-        """Traces forward and restores attributes, random state and torch's global settings."""
-        attributes, random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
-        settings = _settings()
-        try:
-            with _Recording(self), self._ours_recorded():
-                self.trace(model)
-            left, draws = _settings() != settings, not random.is_current()
-        except RefusedCode:
-            raise
-        except Exception as error:  # forward may fail in any way on a value without contents
-            raise RefusedCode(
-                f"{self._whose} cannot be traced: {type(error).__name__}: {error}. Leave asserts out, write the names "
-                "out as in a, b = value, and move what depends on values or sizes, assigns to a part of a tensor, or "
-                "takes anything but tensors, into a module of its own"
-            ) from error
-        finally:
-            changed = first_changed(attributes)
-            put_back(attributes)
-            random.restore()
-            torch.set_default_dtype(settings[0])
-            torch.set_deterministic_debug_mode(settings[1])
-        if left:
-            raise self.refuse(
-                "it changes torch's default dtype, deterministic or gradient mode: do that outside of forward"
-            )
-        if draws:
-            raise self.refuse(
-                "it draws random numbers in Python, once for all calls, or changes the state of a generator: do "
-                "that in a block, or draw by torch's functions of a tensor, as torch.rand_like(x)"
-            )
-        if changed is not None:
-            module, name = changed
-            raise self.refuse(
-                f"it changes {name!r} of {type(module).__name__} in each call, which no stage would do: move that into "
-                "a block, or make it a buffer"
-            )
-
-    @contextmanager
-    def _ours_recorded(self) -> Iterator[None]:
-        """Records this thread's calls of seq1f1b's operations, also with no traced value: ``carry_in(0, constant)``."""
-        this_thread = threading.get_ident()
-
-        def recorder(function: Callable[..., Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != this_thread:
-                    return function(*args, **kwargs)
-                if function is checkpoint:
-                    raise self.refuse("no stage would recompute by torch.utils.checkpoint: call that in a block")
-                return self.create_proxy("call_function", function, args, kwargs)
-
-            return record
-
-        recorders = {id(function): recorder(function) for function in (*_OURS, checkpoint)}
-        places = [vars(own) for own in self._autowrap_search]
-        found = [(names, n, f) for names in places for n, f in list(names.items()) if id(f) in recorders]
-        for names, name, function in found:
-            names[name] = recorders[id(function)]
-        try:
-            yield
-        finally:
-            for names, name, function in found:
-                names[name] = function
-
     def refuse(self, what: str) -> RefusedCode:
         """Returns an error to raise."""
         return RefusedCode(f"{self._whose} cannot be cut: {what}")
 
     def path_of_module(self, module: nn.Module) -> str:
-        if module not in self._all_names:
-            raise self.refuse(
-                f"it calls a {type(module).__name__} that is no part of the model: make it an attribute in __init__"
-            )
-        names = self._all_names[module]
+        names = self._all_names.get(module) or [super().path_of_module(module)]
         call = self._calls[module] = self._calls.get(module, -1) + 1
         return names[min(call, len(names) - 1)]
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return module not in self._inside
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a node; raises RefusedCode for a draw that each segment would repeat."""
-        if args[0] == "call_method" and args[1] in _DRAWS:
-            raise self.refuse(_DRAWN.format(args[1]))
-        return super().create_node(*args, **kwargs)
+        name = target if kind == "call_method" else getattr(target, "__name__", "")
+        if name.rstrip("_") in _DRAWS or (name.startswith("rand") and not name.endswith("_like")):
+            raise self.refuse(
+                f"it draws random numbers by {name}, once for each segment where the model draws once for the "
+                "sequence: draw one for each element, as torch.rand_like(x) or dropout do, or move it into a block"
+            )
+        return super().create_node(kind, target, *args, **kwargs)
 
     def create_arg(self, value: Any) -> Any:
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -235,8 +179,6 @@ class _Recording(TorchFunctionMode):
         is_of_tensors = any(isinstance(item, (Tensor, fx.Proxy)) for item in tree_leaves((args, kwargs)))
         if name in _DESCRIBES or not (is_of_tensors or function in _FACTORIES):
             return function(*args, **kwargs)
-        if name in _DRAWS or (name.startswith("rand") and not name.endswith("_like")):
-            raise self._tracer.refuse(_DRAWN.format(name))
         kind = "call_method" if is_tensor_method_or_property(function) else "call_function"
         return self._tracer.create_proxy(kind, name if kind == "call_method" else function, args, kwargs)
 
@@ -248,14 +190,10 @@ _DESCRIBES = frozenset(  # metadata of a tensor: no values are read
         *("is_tensor", "is_storage", "get_device"),
     )
 )
-_DRAWN = (
-    "it draws random numbers by {}, once for each segment where the model draws once for the sequence: draw one for "
-    "each element, as torch.rand_like(x) or dropout do, or move it into a block"
-)
 _DRAWS = frozenset(
     (
-        *("normal", "bernoulli", "multinomial", "poisson", "bernoulli_", "uniform_", "normal_", "random_"),
-        *("exponential_", "geometric_", "cauchy_", "log_normal_"),
+        *("normal", "bernoulli", "multinomial", "poisson", "uniform", "random", "exponential", "geometric"),
+        *("cauchy", "log_normal"),
     )
 )
 _FACTORIES = frozenset(_device_constructors())  # functions that make tensors from no tensor
@@ -268,15 +206,10 @@ for _function in _OURS:
     getattr(seq1f1b, _function.__name__)  # a lazy name of the package exists after the first use
 
 
-def _settings() -> tuple[torch.dtype, int, bool]:
-    """Returns the settings of torch that a forward may leave changed."""
-    return torch.get_default_dtype(), torch.get_deterministic_debug_mode(), torch.is_grad_enabled()
-
-
 # -- values of a trace -------------------------------------------------------------------------------------------------
 
 
-_RANDOM = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "rrelu")
+_RANDOM = ("dropout", "alpha_dropout", "feature_dropout", "rrelu")  # with the functions called rand..._like
 
 
 def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
@@ -289,7 +222,7 @@ def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     found = set[fx.Node]()
     for node in graph.nodes:
         name = _name(node)
-        draws = name.startswith("rand") or name.rstrip("_") in _RANDOM
+        draws = name.startswith("rand") or name in _RANDOM
         if node.op == "get_attr":
             is_constant = node.target not in parameters
         else:

@@ -6,8 +6,7 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -114,7 +113,7 @@ class PipelineState:
             ValueError: an optimizer holds state that loading could not restore. On every rank: copies of a tied
                 parameter have different values, and the checkpoint would hold only one.
         """
-        optimizer = OptimizerEntries(self._live(), self._to_fill).state_dict(self)
+        optimizer = OptimizerEntries(self)
         if self._tied is not None and not optimizer.is_filled:
             self._tied.compare()
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
@@ -125,10 +124,10 @@ class PipelineState:
         live: dict[str, Any] = {}
         for name, ((parameter, group, state), *_) in self._optimized().items():
             for key, value in state.get(parameter, {}).items():
-                live[f"state.{name}.{key}"] = self._as_saved(parameter, value, f"{key} of {name!r}")
+                live[f"state.{name}.{key}"] = self._as_saved(parameter, value)
             for key, value in group.items():
                 if key != "params":
-                    live[f"param_groups.{name}.{key}"] = self._as_saved(None, value, f"{key} of {name!r}")
+                    live[f"param_groups.{name}.{key}"] = self._as_saved(None, value)
         return live
 
     def _to_fill(self, saved: Saved) -> dict[str, Any]:
@@ -136,7 +135,7 @@ class PipelineState:
         live, optimized = self._live(), self._optimized()
         entries: dict[str, Any] = {}
         for path, stored in saved.items():
-            kind, name, key = self._split(str(path[1])) if path[0] == "optimizer" else ("", "", "")
+            kind, name, key = self._parse(str(path[1])) if path[0] == "optimizer" else ("", "", "")
             if name not in optimized:
                 continue
             value = None
@@ -145,35 +144,21 @@ class PipelineState:
                 if not isinstance(value, Tensor) or value.shape != stored.size:
                     parameter, group, _ = optimized[name][0]
                     weight = saved.get(("model", name))
-                    dtype = weight.properties.dtype if isinstance(weight, TensorStorageMetadata) else None
-                    key = key if kind == "state" else ""
-                    value = self._room(parameter, group, dtype, key, stored.size, stored.properties.dtype)
+                    dtype = stored.properties.dtype
+                    if isinstance(weight, TensorStorageMetadata) and dtype == weight.properties.dtype and stored.size:
+                        dtype = parameter.dtype  # state in the weight's dtype follows the live weight
+                    value = parameter.detach()
+                    if stored.size in (value.shape, self._as_saved(parameter, value).shape):
+                        value = torch.empty_like(value, dtype=dtype)
+                    else:
+                        device = device_of(parameter, group, kind, key) if not stored.size else value.device
+                        value = value.new_empty(stored.size, dtype=dtype, device=device)
                     value = self._as_saved(parameter, value)
             set_element(entries, path[1:], value)
         # With live options included, DCP raises an error that names an option missing in the checkpoint.
-        options = {key: value for key, value in live.items() if key.startswith("param_groups.")}
-        return options | entries
+        return {key: value for key, value in live.items() if key.startswith("param_groups.")} | entries
 
-    def _room(
-        self,
-        parameter: Tensor,
-        group: dict[str, Any],
-        weight: torch.dtype | None,
-        key: str,
-        size: Sequence[int],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Returns an empty tensor for optimizer state, on torch's device. ``weight``: the weight's saved dtype."""
-        if dtype == weight and size:  # state in the weight's dtype follows the live weight
-            dtype = parameter.dtype
-        if size in (parameter.shape, self._as_saved(parameter, parameter.detach()).shape):
-            return torch.empty_like(parameter.detach(), dtype=dtype)
-        if not size:
-            stays = not key or (key == "step" and not (group.get("capturable") or group.get("fused")))
-            return torch.empty((), dtype=dtype, device="cpu" if stays else parameter.device)
-        return parameter.detach().new_empty(size, dtype=dtype)
-
-    def _split(self, entry: str) -> tuple[str, str, str]:
+    def _parse(self, entry: str) -> tuple[str, str, str]:
         """Splits an entry's name into kind, parameter and key; a parameter's name contains dots."""
         kind, _, rest = entry.partition(".")
         name = rest
@@ -181,7 +166,7 @@ class PipelineState:
             name = name.rpartition(".")[0]
         return kind, name, rest[len(name) + 1 :]
 
-    def _as_saved(self, parameter: Tensor | None, value: Any, what: str = "") -> Any:
+    def _as_saved(self, parameter: Tensor | None, value: Any) -> Any:
         """Wraps a parameter, or a value of an optimizer, so that DCP saves the value once and loads an equal value."""
         if isinstance(value, Tensor):
             if parameter not in self._shards or value.dim() == 0:
@@ -199,13 +184,12 @@ class PipelineState:
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             return WholeContainer(value)
         if isinstance(value, list):
-            return [self._as_saved(parameter, each, what) for each in value]
+            return [self._as_saved(parameter, each) for each in value]
         if not all(isinstance(key, str) for key in value):
             raise ValueError(
-                f"the optimizer keeps tensors under keys that are no texts, in {what}, which a checkpoint cannot hold: "
-                "let its keys be str"
+                f"the optimizer keeps tensors in a dict with keys {list(value)}, and checkpoints hold str keys: use str"
             )
-        return {key: self._as_saved(parameter, each, what) for key, each in value.items()}
+        return {key: self._as_saved(parameter, each) for key, each in value.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -225,49 +209,43 @@ class PipelineState:
         for name, tensors in self._tensors.items():
             for tensor in tensors:
                 tensor.copy_(local(state["model"][name]))
-        optimized = self._optimized()
+        optimized, entries = self._optimized(), state["optimizer"]
         for parameter, _, of_optimizer in chain.from_iterable(optimized.values()):
             of_optimizer.pop(parameter, None)
-        for entry, value in state["optimizer"].items():
-            kind, name, key = self._split(entry)
-            is_own = getattr(state["optimizer"], "is_filled", False)  # the first copy keeps the tensors
+        for entry, value in entries.items():
+            kind, name, key = self._parse(entry)
+            is_own = getattr(entries, "is_filled", False)  # the first copy keeps the tensors that DCP has filled
             for parameter, group, of_optimizer in optimized.get(name, ()):
-                weight = local(state["model"][name]).dtype
-                room = partial(self._room, parameter, group, weight, key if kind == "state" else "")
-                if kind == "state":
-                    of_optimizer.setdefault(parameter, {})[key] = as_kept(value, None if is_own else room)
-                elif isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
-                    group[key].copy_(torch.as_tensor(value, device=group[key].device))
+                to = of_optimizer.setdefault(parameter, {}) if kind == "state" else group
+                if kind != "state" and isinstance(to.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
+                    to[key].copy_(torch.as_tensor(value, device=to[key].device))
                 else:
-                    group[key] = as_kept(value, None if is_own else room)
+                    devices = device_of(parameter, group, kind, key), parameter.device
+                    to[key] = as_kept(value, None if is_own else devices)
                 is_own = False
 
 
-def optimized(state: PipelineState) -> Callable[[str], bool]:
-    """Returns a function: whether an optimizer of this rank holds the parameter of a checkpoint's optimizer entry."""
-    names = state._optimized().keys()
-    return lambda key: state._split(key)[1] in names
+def device_of(parameter: Tensor, group: dict[str, Any], kind: str, key: str) -> torch.device:
+    """Returns torch's device for a number: the CPU for options and the count of steps, unless kernels read them."""
+    stays = kind != "state" or (key == "step" and not (group.get("capturable") or group.get("fused")))
+    return torch.device("cpu") if stays else parameter.device
 
 
 _LOAD = inspect.unwrap(load).__code__
-
-
 Saved = Mapping[tuple[str | int, ...], STORAGE_TYPES]
 
 
-def find_saved(holder: object) -> Saved | None:
+def find_saved(state: PipelineState) -> Saved | None:
     """Returns the metadata of a state's entries in the checkpoint that DCP is loading, keyed by path in the state.
 
     DCP calls ``state_dict()`` without arguments, both to save and to load. To save, the state must list the live
     entries; to load, the checkpoint's entries. So the function searches the callers' frames for ``dcp.load`` and reads
     the checkpoint from the frame's variables.
 
-    Args:
-        holder: the object called by DCP, to find one of several states in a checkpoint.
     Returns:
         None outside of a load.
     Raises:
-        ValueError: the checkpoint has several states, and ``holder`` matches none.
+        ValueError: the checkpoint has several states, and DCP was not given the state itself.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _LOAD:
@@ -280,8 +258,7 @@ def find_saved(holder: object) -> Saved | None:
     except Exception:  # DCP reads the file next, and raises an error that explains the problem
         return {}
     paths = metadata.planner_data or {}
-    is_part = isinstance(holder, OptimizerEntries)  # the script gave DCP the state dict, not the PipelineState
-    roots = [() if is_part else (key,) for key, value in given["state_dict"].items() if value is holder]
+    roots: list[Any] = [(key,) for key, value in given["state_dict"].items() if value is state]
     roots = roots or [path[:-1] for path in paths.values() if path[-1] == "shapes"]
     if len(roots) > 1:
         raise ValueError(f"the checkpoint has {len(roots)} states of pipelines, {roots}: {_REMEDY}")
@@ -297,25 +274,19 @@ _REMEDY = 'give each PipelineState itself to DCP: dcp.load({"train": state}, che
 
 
 class OptimizerEntries(dict[str, Any]):
-    """Entries of optimizers by name; a copy or pickle is a plain dict.
+    """Entries of optimizers by name: live ones, during a load the checkpoint's. A copy or pickle is a plain dict.
 
-    DCP treats the object as a ``Stateful``. If a script gives DCP the state dict in place of the PipelineState, DCP
-    calls ``state_dict`` of this part again. Inside another dict, DCP would fill the live entries without a call;
-    filling raises an error then.
-
-    Args:
-        to_fill: makes the checkpoint's entries during a load; None: ``entries`` are already the checkpoint's.
+    If a script gives DCP the state dict in place of the PipelineState, DCP takes this part for a ``Stateful`` and calls
+    ``state_dict`` again. Inside another dict, DCP would fill live entries without a call; filling raises an error then.
     """
 
-    def __init__(self, entries: Mapping[str, Any], to_fill: Callable[[Saved], dict[str, Any]] | None = None) -> None:
-        super().__init__(entries)
-        self._to_fill = to_fill
-        self.is_filled = to_fill is None
+    def __init__(self, state: PipelineState) -> None:
+        saved = find_saved(state)
+        super().__init__(state._live() if saved is None else state._to_fill(saved))
+        self._state, self.is_filled = state, saved is not None
 
-    def state_dict(self, holder: object = None) -> OptimizerEntries:
-        """Returns live entries, during a load the checkpoint's. ``holder``: the object called by DCP, else self."""
-        saved = None if self._to_fill is None else find_saved(holder or self)
-        return self if saved is None or self._to_fill is None else OptimizerEntries(self._to_fill(saved))
+    def state_dict(self) -> OptimizerEntries:
+        return OptimizerEntries(self._state)
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self.clear()
@@ -347,19 +318,19 @@ class WholeContainer:
         return copy.copy, (self.value,)
 
 
-def as_kept(entry: Any, room: Callable[[torch.Size, torch.dtype], Tensor] | None = None) -> Any:
+def as_kept(entry: Any, devices: tuple[torch.device, torch.device] | None = None) -> Any:
     """Returns the optimizer's value for an entry.
 
     Args:
-        room: makes a tensor to copy the entry's tensor into; None: the optimizer keeps the entry's tensor.
+        devices: of numbers and of larger tensors, which are copied; None: the entry's tensors are kept.
     """
     if isinstance(entry, Tensor):
         value: Tensor = local(entry)
-        return value if room is None else room(value.shape, value.dtype).copy_(value)
+        return value if devices is None else value.to(devices[value.dim() > 0], copy=True)
     if isinstance(entry, dict):
-        return {key: as_kept(each, room) for key, each in entry.items()}
+        return {key: as_kept(each, devices) for key, each in entry.items()}
     if isinstance(entry, list):
-        return [as_kept(each, room) for each in entry]
+        return [as_kept(each, devices) for each in entry]
     return copy.deepcopy(entry.value if isinstance(entry, WholeContainer) else entry)
 
 

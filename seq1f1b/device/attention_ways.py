@@ -15,13 +15,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b import _C
+from seq1f1b.device import attention_parts, attention_proof, kernel_library
 
 __all__: list[str] = []
 
@@ -428,6 +430,94 @@ def flash_backward(given: BackwardArguments) -> Gradients:
     return gradients_over(calls, place, given, part)
 
 
+# -- documents: flash over each document of each row, as over the last segment of a sequence of its own ----------------
+
+Spans = list[list[tuple[int, int, int]]]
+"""The documents of a segment, by row of the batch: first key, first query and end of each, as tokens of the row."""
+
+_remembered: dict[Any, tuple[StorageWeakRef, int, Spans | None]] = {}  # by the ids' memory; its version; documents
+
+
+def spans_of(docs: Tensor, key_docs: Tensor) -> Spans | None:
+    """Returns the documents of a segment; None if a document is in pieces, or a CUDA graph is being captured.
+
+    The host waits for the device, once in a unit for all layers and their backwards that have the same ids. Outside of
+    a unit each call waits: ids may change there, and tensors made by compiled code have no version to show a change.
+
+    Args:
+        docs: (batch, tokens), ids of the segment. key_docs: (batch, keys), ids up to the segment's end.
+    """
+    if attention_proof.is_capturing():
+        return None
+    if docs.is_inference() or _C.unit_tokens() is None:
+        return _read_spans(key_docs, docs.shape[1])
+    key, storage = (docs.data_ptr(), docs.shape, docs.stride(), key_docs.shape[1]), docs.untyped_storage()
+    memory, version, found = _remembered.get(key, (None, -1, None))
+    if memory is None or (memory.cdata, version) != (storage._cdata, docs._version):
+        if len(_remembered) >= MOST_REMEMBERED:
+            _remembered.clear()
+        found = _read_spans(key_docs, docs.shape[1])
+        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's has no types
+        _remembered[key] = memory, docs._version, found
+    return found
+
+
+def _read_spans(key_docs: Tensor, tokens: int) -> Spans | None:
+    begins = torch.ones(key_docs.shape, dtype=torch.bool, device=key_docs.device)
+    torch.ne(key_docs[:, 1:], key_docs[:, :-1], out=begins[:, 1:])
+    row, start = begins.nonzero().unbind(1)
+    runs: list[list[tuple[int, int]]] = [[] for _ in key_docs]
+    for of_row, *run in torch.stack([row, start, key_docs[row, start]], 1).tolist():
+        runs[of_row].append((run[0], run[1]))
+    if any(len({name for _, name in of_row}) < len(of_row) for of_row in runs):
+        return None
+    offset, spans = key_docs.shape[1] - tokens, list[list[tuple[int, int, int]]]()
+    for of_row in runs:
+        ends = [*(start for start, _ in of_row[1:]), key_docs.shape[1]]
+        cut = zip(of_row, ends, strict=True)
+        spans.append([(start, max(start, offset), end) for (start, _), end in cut if end > offset])
+    return spans
+
+
+def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    offset, spans = options.place.end - q.shape[2], spans_of(options.docs, options.key_docs)
+    assert spans is not None  # else another way was chosen
+    outs, sums = [], []
+    for row, of_row in enumerate(spans):
+        own, every = q[row : row + 1], (keys[row : row + 1], values[row : row + 1])
+        found = []
+        for start, begin, end in of_row:
+            of_span = own[:, :, begin - offset : end - offset], *(t[:, :, start:end] for t in every)
+            found.append(flash_forward(*of_span, options._replace(place=chain(end - start))))
+        outs.append(torch.cat([out for out, _ in found], 2))
+        sums.append(torch.cat([lse for _, lse in found], 2))
+    return torch.cat(outs), torch.cat(sums)
+
+
+def documents_backward(given: BackwardArguments) -> Gradients:
+    options, place = given.options, given.options.place
+    offset, spans = place.end - given.q.shape[2], spans_of(options.docs, options.key_docs)
+    assert spans is not None
+    rows: list[list[Tensor]] = []
+    for row, of_row in enumerate(spans):
+        parts: list[Gradients] = []
+        for start, begin, end in of_row:
+            tokens, size = slice(begin - offset, end - offset), end - start
+            dout, q, out, lse = (t[row : row + 1, :, tokens] for t in (given.dout, given.q, given.out, given.lse))
+            keys, values, dk, dv = (
+                t[row : row + 1, :, start:end] for t in (given.keys, given.values, given.dk, given.dv)
+            )
+            kept = min(max(place.kept - start, 0), size)
+            of_span = options._replace(place=PathRows(((0, size, 0),), (), kept))
+            parts.append(flash_backward(BackwardArguments(dout, q, keys, values, out, lse, of_span, dk, dv)))
+        if place.kept < of_row[0][0]:  # keys of earlier documents, without values yet
+            given.dk[row, :, place.kept : of_row[0][0]].zero_()
+            given.dv[row, :, place.kept : of_row[0][0]].zero_()
+        rows.append([torch.cat(each, 2) for each in zip(*parts, strict=True)])
+    dq, own_dk, own_dv = (token_major(torch.cat(each), given.q.dtype) for each in zip(*rows, strict=True))
+    return dq, own_dk, own_dv
+
+
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
 
 
@@ -504,5 +594,6 @@ ATTENTION_WAYS = {
     "own": Way(own_forward, own_backward),
     "cudnn": Way(cudnn_forward, cudnn_backward),
     "flash": Way(flash_forward, flash_backward),
+    "documents": Way(documents_forward, documents_backward),
     "plain": Way(plain_forward, plain_backward),
 }

@@ -7,8 +7,9 @@ These functions implement this package's ops for CUDA; the CPU has C code. ``way
     cudnn   as flash, without a window, on Hopper: cuDNN's attention, for shapes frequent enough to pay for a plan
             (``OFTEN``); flash runs the first passes of a shape
     flash   bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    plain   all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, other heads, a soft cap or documents
-            that own does not take): matrix products over ranges of keys, up to 200 times slower, in bounded memory
+    documents   as flash, with documents that own does not take: a call of flash for each document; no GPU has run it
+    plain   all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, other heads, a soft cap that own does
+            not take, documents in pieces): matrix products over ranges of keys, up to 200 times slower
 
 Our kernels are checked on the device before their first use in each dtype and head size (attention_proof.py); after a
 failure the next way is used. No GPU has run trees yet.
@@ -54,6 +55,7 @@ from seq1f1b.device.attention_ways import (
     Way,
     calls_of,
     chain,
+    spans_of,
     token_major,
 )
 
@@ -210,6 +212,8 @@ def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attentio
     if fits_own and is_ours and kernel_library.choose(operation, q):
         return "own"
     if needs_own or max(sizes) % 8:
+        if is_chain and not options.softcap and not max(sizes) % 8:
+            return "documents"
         if fits_own and needs_own:
             kernel_library.warn_of_products(operation, q, v_head_dim)
         return "plain"
@@ -301,6 +305,8 @@ def _backward(
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
     """Returns the way of a call, and the options with the range of keys for it."""
     name, longest = way(q, values.shape[3], options, operation), options.place.end
+    if name == "documents" and spans_of(options.docs, options.key_docs) is None:
+        name = "plain"
     if name == "plain":
         longest = max(16, PLAIN_LOGITS // q.shape[:3].numel())
     elif operation == "attention_backward":

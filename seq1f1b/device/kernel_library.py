@@ -1,8 +1,8 @@
 """The library of the package's own CUDA kernels, and the choice of a kernel for attention.
 
 Each kernel is checked on its device at the first use (attention_proof.py). Kernels of attention run the calls with
-documents or a soft cap on every GPU of Ampere or later. The alternative is matrix products, up to 200 times slower. In
-torch's deterministic mode our backward is not used, because the order of its sums of dQ varies.
+documents or a soft cap on every GPU of Ampere or later. The alternative for a soft cap is matrix products, up to 200
+times slower. In torch's deterministic mode our backward is not used, because the order of its sums of dQ varies.
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses our kernels for every possible call, without the check;
 ``library`` uses none. The environment is read once, at the import of this module.
 """
@@ -136,8 +136,8 @@ def _warn_of_products(is_built: bool, dtype: str, heads: str) -> None:
         else "which were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1"
     )
     warnings.warn(
-        "attention with documents or a soft cap goes by matrix products, up to 200 times slower than by this package's "
-        f"CUDA kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
+        "attention with a soft cap goes by matrix products, up to 200 times slower than by this package's CUDA "
+        f"kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
         stacklevel=2,
     )
 

@@ -13,13 +13,10 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.attention.causal import layer_handle
 from seq1f1b.partition import balanced
-from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time
 from seq1f1b.transformers.layers import (
     attentions_of,
-    cannot,
     check_adapters,
     check_config,
     copy_config,
@@ -36,10 +33,15 @@ from seq1f1b.transformers.look import (
     Mask,
     Probe,
     Record,
+    RecordedModel,
+    cannot,
     difference,
-    look_at_attention,
+    look_at_layer,
     recording,
+    run_sample,
+    tokens_of,
     with_remedy,
+    without_head,
 )
 from seq1f1b.transformers.own import adapt
 from seq1f1b.transformers.parts import (
@@ -51,7 +53,7 @@ from seq1f1b.transformers.parts import (
     message_of,
     own_copies,
 )
-from seq1f1b.transformers.sample import RecordedModel, run_sample, tokens_of, without_head
+from seq1f1b.transformers.pretrained import open_folder
 from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit, Message
 from seq1f1b.transformers.state import carry_states
 from seq1f1b.transformers.twins import shallow, twin
@@ -113,8 +115,10 @@ def pipeline_stage(
     base, adapted = _base_of(model, num_ranks)
     copy_config(base if adapted is None else adapted)
     made = _cut(base, rank, num_ranks, balance, seq_len, vocabulary)
-    if adapted is not None:
-        made.__dict__["peft_model"] = _adapters_around(adapted, made.causal_lm)
+    if adapted is not None:  # the adapters' model, around this stage's part of the base model
+        around, tuner = shallow(adapted), shallow(adapted.base_model)
+        tuner._modules["model"], around._modules["base_model"] = made.causal_lm, tuner
+        made.__dict__["peft_model"] = around
     return made
 
 
@@ -124,7 +128,6 @@ def _cut(
     check_config(model)
     adapt(model)
     path, layers = find_layers(model)
-    _check_balance(balance, seq_len, len(layers), num_ranks)
     compute_buffers(model, path)
     has_attention = switch_attention(model, layers)
     whole = run_sample(model, path, layers)
@@ -151,7 +154,7 @@ def _cut(
         (entry, exit),
         own_copies(model, part, rank, tied),
         shards,
-        options=whole.record.options,
+        options=whole.options,
         takes_positions=has_attention or whole.takes_positions,
         elsewhere={} if has_memory else {name: model.get_submodule(name) for name in left_out},
     )
@@ -176,36 +179,26 @@ def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, 
     return model, adapted
 
 
-def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
-    """Returns a shallow copy of a peft model around one stage's part of the base model."""
-    new, tuner = shallow(model), shallow(model.base_model)
-    tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
-    return new
-
-
-def _check_balance(balance: Sequence[int] | str, seq_len: int, num_layers: int, num_stages: int) -> None:
-    if num_layers < num_stages:
-        raise ValueError(f"{num_layers} layers do not fill {num_stages} stages")
-    if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
-    if isinstance(balance, str):
-        if balance not in ("count", "time"):
-            raise ValueError(f"balance is {balance!r}, must be 'count', 'time', or the layers of each stage")
-    elif len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
-        raise ValueError(
-            f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {num_layers}, none below 1"
-        )
-
-
 def _counts(
     whole: RecordedModel, num_stages: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> Sequence[int]:
+    """Returns the number of layers of each stage."""
     layers = list(whole.layers)
+    if len(layers) < num_stages:
+        raise ValueError(f"{len(layers)} layers do not fill {num_stages} stages")
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
     if balance == "time":
-        work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.record.calls.values())), seq_len)
+        work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.calls.values())), seq_len)
         return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # or all ranks share it
-    if isinstance(balance, str):
+    if balance == "count":
         return [len(layers) // num_stages + (stage < len(layers) % num_stages) for stage in range(num_stages)]
+    if isinstance(balance, str):
+        raise ValueError(f"balance is {balance!r}, must be 'count', 'time', or the layers of each stage")
+    if len(balance) != num_stages or sum(balance) != len(layers) or min(balance) < 1:
+        raise ValueError(
+            f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {len(layers)}, none below 1"
+        )
     return balance
 
 
@@ -234,20 +227,27 @@ def _compare_stage(whole: RecordedModel, stage: CausalLMStage, own: range) -> fl
         text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
         raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from error
     carry_states(stage.causal_lm)
-    return max(_look_at_layer(model, layer, i, whole.record) for i, layer in own_layers.items())
+    dropout = 0.0
+    for i, layer in own_layers.items():
+        try:
+            attentions = attentions_of(layer)
+            dropout = max(dropout, look_at_layer(layer, attentions, i, whole) if attentions else 0.0)
+        except ValueError as error:
+            raise ValueError(f"{cannot(model)}: layer {i}: {with_remedy(str(error))}") from error
+    return dropout
 
 
 def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
     """Runs a twin of the stage without layers on the segments of the sample; raises ValueError if results differ."""
     entry, exit = stage.ends
-    first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded
+    first = tokens_of(whole.model) if stage.embedding is None else whole.embedded
     message = Message(0) if entry is None else entry.message
     given: Any = first if entry is None else message_of(message, whole)
     given, parts, outs = given if isinstance(given, tuple) else (given,), [], []
     no_head = without_head(whole.model)
     head = whole.model.get_output_embeddings() if exit is None and stage.head is not None and not no_head else None
     for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
-        record = Record(outputs=whole.record.outputs)
+        record = Record(outputs=whole.outputs)
         instead: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in layers.items()}
         instead |= {module: module for module in (entry, exit) if module is not None}
         if stage.head is None and exit is None:
@@ -261,36 +261,16 @@ def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mappin
             outs.append(out if head is None else head(out))
         parts.append(record)
     for i in layers:
-        found = [part.calls[i].given if i in part.calls else {} for part in parts]
-        _compare_layer(i, whole.record.calls[i].given, found)
-    kind, want = ("logits", whole.record.logits) if exit is None else (HIDDEN, message_of(exit.message, whole))
+        wanted, found = whole.calls[i].given, [part.calls[i].given if i in part.calls else {} for part in parts]
+        for name in dict.fromkeys(name for given in (wanted, *found) for name in given):
+            problem = difference(wanted.get(name), [given.get(name) for given in found])
+            if problem and not (name in WITHOUT_EFFECT and wanted.get(name) is None):
+                hint = "; its embedding numbers tokens itself, or mixes them" if (name, i) == (HIDDEN, 0) else ""
+                raise ValueError(f"layer {i} gets other {name!r} than in the whole model: {problem}{hint}")
+    kind, want = ("logits", whole.logits) if exit is None else (HIDDEN, message_of(exit.message, whole))
     problem = difference(want, outs)
     if problem:
         raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
-
-
-def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a layer gets other arguments in the stage than in the whole model."""
-    for name in dict.fromkeys(name for given in (want, *found) for name in given):
-        problem = difference(want.get(name), [given.get(name) for given in found])
-        if problem and not (name in WITHOUT_EFFECT and want.get(name) is None):
-            hint = "; its embedding numbers tokens itself, or mixes them" if (name, index) == (HIDDEN, 0) else ""
-            raise ValueError(f"layer {index} gets other {name!r} than in the whole model: {problem}{hint}")
-
-
-def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, record: Record) -> float:
-    """Sets handle, window and chunk of a layer's attentions. Returns the attention dropout in training."""
-    dropout, attentions = 0.0, attentions_of(layer)
-    try:
-        with recording(record):
-            looks = look_at_attention(layer, attentions, index, record) if attentions else []
-            for attention, look in zip(attentions, looks, strict=True):
-                attention.seq1f1b_layer = layer_handle(attention.layer_idx)
-                attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
-                dropout = max(dropout, look.dropout)
-    except ValueError as error:
-        raise ValueError(f"{cannot(model)}: layer {index}: {with_remedy(str(error))}") from error
-    return dropout
 
 
 _BACKWARD_OF_ATTENTION = 2.5  # products of flash attention's backward over those of its forward: 5 / 2

@@ -2,12 +2,11 @@
 
 A model made on the meta device has no values. The ``_init_weights`` method of a module, or of a parent that reaches
 down, writes the values. So a stage is filled while the other stages' modules are back in place; modules without memory
-are enough. A tensor not written by ``_init_weights`` gets the value from the model's constructor.
+are enough.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from seq1f1b.transformers.twins import put
 from seq1f1b.transformers.weight_files import some
@@ -24,7 +22,6 @@ from seq1f1b.transformers.weight_files import some
 __all__ = ["compute_buffers", "initialize", "one_at_a_time"]
 
 one_at_a_time = threading.RLock()  # ranks may be threads, and building a model sets torch's default dtype
-_SMALL = 65536  # elements
 
 
 def compute_buffers(model: Any, layers: str) -> None:
@@ -65,8 +62,14 @@ def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Te
         left = _fill(model, [tensor for tensor in made if id(tensor) in own])
     finally:
         put(model, stand_ins)
-    if left:
-        _copy_constructed(model, left)
+    unknown = {id(tensor) for tensor in left if tensor.numel()}
+    if unknown:
+        named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        raise ValueError(
+            f"{type(model).__name__} on the meta device does not tell the initial values of "
+            f"{some([name for name, tensor in named if id(tensor) in unknown])}: make the model with memory, and cut "
+            "that one"
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -106,48 +109,3 @@ _MARK = "_is_hf_initialized"
 def _forget(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(_MARK, None)
-
-
-def _copy_constructed(model: Any, left: list[Tensor]) -> None:
-    """Fills tensors with the values from the model's constructor."""
-    wanted = {id(tensor) for tensor in left if tensor.numel()}
-    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    names = {name: tensor for name, tensor in named if id(tensor) in wanted}
-    cause, found = None, {}
-    try:
-        built = _construct(model)
-        found = dict(chain(built.named_parameters(remove_duplicate=False), built.named_buffers(remove_duplicate=False)))
-    except Exception as error:  # the class needs more than a config
-        cause = error
-    unknown = [name for name, tensor in names.items() if name not in found or found[name].is_meta]
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__} on the meta device does not tell the initial values of {some(unknown)}: make the "
-            "model with memory, and cut that one"
-        ) from cause
-    with torch.no_grad():
-        for name, tensor in names.items():
-            tensor.copy_(found[name])
-
-
-def _construct(model: Any) -> Any:
-    """Returns the model built again from the config, with memory for small tensors only."""
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # some classes choose a module by this name
-    with one_at_a_time, torch.random.fork_rng(), _WithoutLarge():
-        return type(model)._from_config(config)
-
-
-class _WithoutLarge(TorchFunctionMode):
-    """A mode in which large new tensors have no memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("out") is None:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() > _SMALL:
-                return made
-        return func(*args, **kwargs)
-
-
-_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.transformers.attention_function import NAME
+from seq1f1b.transformers.look import cannot
 from seq1f1b.transformers.state import mixers
 
 __all__: list[str] = []
@@ -48,16 +49,12 @@ def check_config(model: transformers.PreTrainedModel) -> None:
 
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
-    if getattr(config, "is_encoder_decoder", False):
-        refuse("it is an encoder-decoder")
     text = config.get_text_config(decoder=True)
     language = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
     if language is not None and not isinstance(model, language):
         refuse(f"it holds more than a language model; give {language.__name__}, which holds its text_config alone")
     if head is None:
         refuse("it has no language model head; give a ...ForCausalLM")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        refuse("its attention is not causal")
     carrying = mixers(model)
     if getattr(config, "output_router_logits", False):
         refuse(
@@ -114,17 +111,11 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise ValueError(
             f"{cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
         )
-    name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
-    what = "it has no list of layers"
-    if longest is not None:
-        inner = [(path, m) for path, m in longest[0].named_modules() if "attention" in type(m).__name__.lower()]
-        path, module = inner[0] if inner else ("", longest[0])
-        what = (
-            f"{f'{name}.0.{path}'.rstrip('.')} ({type(module).__name__}) has an attention of its own, or one that is "
-            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names "
-            "(layers that were dropped or repeated are numbered anew, from 0)"
-        )
-    raise ValueError(f"{cannot(model)}: {what}; train it whole")
+    raise ValueError(
+        f"{cannot(model)}: it has no list of layers whose attentions are causal (is_causal), call what "
+        "attn_implementation names, and have a layer_idx that counts from 0 (also if layers were dropped or repeated); "
+        "train it whole"
+    )
 
 
 def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:
@@ -147,7 +138,3 @@ def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
 def attentions_of(layer: nn.Module) -> list[Any]:
     """Returns a layer's causal attentions. Decoders of encoder-decoders also hold cross-attentions, which never run."""
     return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
-
-
-def cannot(model: nn.Module) -> str:
-    return f"{type(model).__name__} cannot be cut into stages that run by segments"

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from seq1f1b.attention.causal import layer_handle
 from seq1f1b.engine.model_state import generator_states, set_generator_states
-from seq1f1b.transformers.twins import as_layer, stand_for, twin
+from seq1f1b.transformers.twins import HiddenStates, as_layer, stand_for, twin
 
 __all__: list[str] = []
 
@@ -30,6 +31,10 @@ HIDDEN, PER_LAYER, SHARED = "hidden states", "per_layer_input", "shared_kv_state
 GOES_ALONG = {SHARED, "prev_topk_indices"}  # in the message between stages; unused by replaced attention
 ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # errors of library code with unusual arguments
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+
+
+def cannot(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut into stages that run by segments"
 
 
 def with_remedy(text: str) -> str:
@@ -164,6 +169,133 @@ class _Stored(dict[str, Any]):
         raise EndOfRun
 
 
+# -- the run of the whole model --------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class RecordedModel(Record):
+    """The record of a whole model.
+
+    Attributes:
+        path: name of the list of layers.
+        decoder: name of the innermost module around the list that takes token ids.
+        before, after: names of the modules with parameters that run before and after the layers.
+        kept: names of the modules without parameters, for example rotary embeddings.
+    """
+
+    model: Any
+    path: str
+    layers: nn.ModuleList
+    decoder: str
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self.model.get_submodule(self.decoder).forward).parameters
+
+
+def run_sample(model: Any, path: str, layers: nn.ModuleList) -> RecordedModel:
+    """Runs a twin of the model without layers on a few tokens. ``path`` is the name of the list of layers.
+
+    Raises:
+        ValueError: the model does not run like transformers' decoders.
+    """
+    names = path.split(".")
+    owners = [".".join(names[:i]) for i in range(len(names))]
+    embedding, others = model.get_input_embeddings(), _others(model, path, owners)
+    decoder = [name for name in owners if any(m is embedding for m in model.get_submodule(name).modules())][-1]
+    problems: list[tuple[int, Exception]] = []
+    for outputs in range(3):  # layers may return hidden states alone, or a tuple of one or two
+        whole = RecordedModel(outputs=outputs, model=model, path=path, layers=layers, decoder=decoder)
+        try:
+            is_after = _run(whole, others)
+            break
+        except (ValueError, *ERRORS) as error:
+            problems.append((len(whole.calls), error))
+    else:
+        _, problem = max(problems, key=lambda found: found[0])  # report the attempt that ran the most layers
+        text = f"it does not run as transformers' decoders do: {problem}"
+        raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
+    whole.kept = [name for name in others if next(model.get_submodule(name).parameters(), None) is None]
+    idle = [name for name in others if name not in whole.kept and name not in is_after]
+    if idle:
+        raise ValueError(
+            f"{cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
+            "model alone, a ...ForCausalLM of its text_config"
+        )
+    for name in others:
+        if name not in whole.kept:
+            (whole.after if is_after[name] else whole.before).append(name)
+    return whole
+
+
+def _others(model: Any, path: str, owners: list[str]) -> list[str]:
+    """Returns the names of the owners' child modules, without the list of layers."""
+    others = []
+    for owner in owners:
+        parent = model.get_submodule(owner)
+        if next(parent.parameters(recurse=False), None) is not None:
+            names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
+            raise ValueError(
+                f"{cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
+                "modules, and no stage would own that; train it whole"
+            )
+        lists = dict(_lists(parent, owner))
+        for name, module in {owner: parent, **lists}.items():
+            full = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+            others += [each for each in full if each not in lists and not f"{path}.".startswith(f"{each}.")]
+    return [name for name in others if not name.startswith(f"{path}.")]
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the module lists and dicts in a module, nested ones too: a list itself is never called."""
+    for child, inner in module.named_children():
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            path = f"{name}.{child}" if name else child
+            yield path, inner
+            yield from _lists(inner, path)
+
+
+def _run(whole: RecordedModel, others: list[str]) -> dict[str, bool]:
+    """Records the layers; returns for each name in ``others`` that runs whether the module runs after the layers."""
+    is_after: dict[str, bool] = {}
+    probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, whole) for i, layer in enumerate(whole.layers)}
+    looked_at = twin(whole.model, probes | without_head(whole.model))
+
+    def note_options(_: Any, args: Any, given: dict[str, Any]) -> None:
+        whole.options = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
+
+    def note_embedding(_: Any, args: Any, out: Tensor) -> None:
+        whole.embedded = out.clone()
+
+    for name in others:
+        looked_at.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: is_after.update({name: is_after.get(name, bool(whole.calls))})
+        )
+    looked_at.get_submodule(whole.decoder).register_forward_pre_hook(note_options, with_kwargs=True)
+    looked_at.get_input_embeddings().register_forward_hook(note_embedding)
+    with recording(whole):
+        whole.logits = looked_at(input_ids=tokens_of(whole.model), use_cache=False, return_dict=True).logits
+    if list(whole.calls) != list(range(len(whole.layers))):
+        raise ValueError("it does not run its layers once each, in their order")
+    return is_after
+
+
+def tokens_of(model: Any) -> Tensor:
+    """Returns the sample's token ids, (1, TOKENS)."""
+    weight = model.get_input_embeddings().weight
+    return torch.arange(1, TOKENS + 1, device="cpu" if weight.is_meta else weight.device)[None] % len(weight)
+
+
+def without_head(model: Any) -> dict[nn.Module, nn.Module]:
+    """Returns a stand-in for the head of a model without memory, for use in a twin; else an empty dict."""
+    head = model.get_output_embeddings()
+    weights = list(head.parameters())
+    return {head: HiddenStates(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}
+
+
 # -- values of the whole sample and of its segments --------------------------------------------------------------------
 
 
@@ -228,9 +360,11 @@ class AttentionLook:
         self.window, self.chunk = known.window, known.chunk
 
 
-def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, record: Record) -> list[AttentionLook]:
-    """Returns the requests of a layer's attentions, from a twin in training mode that runs until all have returned.
+def look_at_layer(layer: nn.Module, attentions: Sequence[Any], index: int, record: Record) -> float:
+    """Sets handle, window and chunk of a layer's attentions, as requested by a twin that runs in training mode.
 
+    Returns:
+        attention dropout in training.
     Raises:
         ValueError: ``attn_implementation="seq1f1b"`` does not support a request.
     """
@@ -244,7 +378,7 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
             inside = instead[attention] = twin(attention, {})
             inside.training = True
             inside.register_forward_hook(partial(_stop, looks))
-        with suppress(EndOfRun):
+        with recording(record), suppress(EndOfRun):
             twin(layer, instead)(call.hidden, *call.args, **call.kwargs)
     except ERRORS as error:
         raise ValueError(f"it does not run alone: {type(error).__name__}: {error}") from error
@@ -257,7 +391,9 @@ def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, r
                 f"{type(attention).__name__} does not call the function of its config's attn_implementation, but has "
                 "an attention of its own"
             )
-    return looks
+        attention.seq1f1b_layer = layer_handle(attention.layer_idx)
+        attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
+    return max(look.dropout for look in looks)
 
 
 class EndOfRun(Exception):

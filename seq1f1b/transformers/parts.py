@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
-from seq1f1b.transformers.layers import cannot
-from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys
-from seq1f1b.transformers.sample import RecordedModel
-from seq1f1b.transformers.stage import AbsentLayer, Entry, Exit, HiddenStates, Message, NoEmbedding
-from seq1f1b.transformers.twins import put, shallow, stand_for
+from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, RecordedModel, cannot, stores_keys, takes_keys
+from seq1f1b.transformers.stage import AbsentLayer, Entry, Exit, Message, NoEmbedding
+from seq1f1b.transformers.twins import HiddenStates, put, shallow, stand_for
 
 __all__: list[str] = []
 
@@ -52,7 +50,7 @@ def make_part(
     put(part, {**instead, **own, **places}, copied=set())
     for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
         if isinstance(stand_in, (AbsentLayer, Entry, Exit, NoEmbedding)):
-            stand_for(layer, stand_in, whole.record.outputs)
+            stand_for(layer, stand_in, whole.outputs)
     return part, list(instead)
 
 
@@ -78,21 +76,21 @@ def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) 
 
 def message_before(whole: RecordedModel, first: int) -> Message:
     """Returns the message to the stage that begins with layer ``first``."""
-    record, later = whole.record, list(whole.layers)[first:]
-    hidden = record.calls[first].hidden
+    later = list(whole.layers)[first:]
+    hidden = whole.calls[first].hidden
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
     if hidden.dim() > 3 and len(dims) != 1:
         raise ValueError(
             f"{cannot(whole.model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
             "tokens, which are not streams of (batch, tokens, hidden); train it whole"
         )
-    given = [record.calls[i].given for i in range(first, len(whole.layers))]
+    given = [whole.calls[i].given for i in range(first, len(whole.layers))]
     values = [value for its in given for name, value in its.items() if name != HIDDEN and isinstance(value, Tensor)]
     stored = {kind for layer in list(whole.layers)[:first] for kind in stores_keys(layer)}
     return Message(
         first,
         dims[0] if hidden.dim() > 3 else None,
-        any(record.embedded is not None and torch.equal(value, record.embedded) for value in values),
+        any(whole.embedded is not None and torch.equal(value, whole.embedded) for value in values),
         any(isinstance(its.get(PER_LAYER), Tensor) for its in given),
         tuple(sorted(stored & {kind for layer in later for kind in takes_keys(layer)})),
     )
@@ -100,9 +98,9 @@ def message_before(whole: RecordedModel, first: int) -> Message:
 
 def message_of(message: Message, whole: RecordedModel) -> Any:
     """Returns the message's tensors for the sample, from the run of the whole model."""
-    calls = [whole.record.calls[i] for i in range(len(whole.layers))]
+    calls = [whole.calls[i] for i in range(len(whole.layers))]
     exit = Exit(message)
-    exit.hidden, exit.embedded = calls[message.first].hidden, whole.record.embedded
+    exit.hidden, exit.embedded = calls[message.first].hidden, whole.embedded
     if message.per_layer:
         exit.per_layer = torch.stack([call.given[PER_LAYER] for call in calls], 2)
     if message.shared:

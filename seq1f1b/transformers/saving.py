@@ -1,5 +1,5 @@
 """Writes files of all ranks into one folder: old files stay until every rank has written all new files. Also saves and
-loads a Trainer's optimizer, schedule and random state, as safetensors and JSON under the parameters' names."""
+loads a Trainer's optimizer and schedule, as safetensors and JSON under the parameters' names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from seq1f1b.adapters.checkpoint import PipelineState, as_kept, optimized
+from seq1f1b.adapters.checkpoint import PipelineState, as_kept
 from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.files import keep_mode
 
@@ -108,7 +108,8 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
 
     def write(unfinished: str) -> None:
         continuous = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(continuous, _file(unfinished, "optimizer", engine), {"rest": _json(rest)})
+        name = f"optimizer-{engine.rank + 1:05d}-of-{engine.num_ranks:05d}.safetensors"
+        save_file(continuous, os.path.join(unfinished, name), {"rest": _json(rest)})
         if engine.rank == 0:
             with open(os.path.join(unfinished, _SCHEDULER), "w", encoding="utf-8") as out:
                 out.write(_json(scheduler.state_dict()))
@@ -127,10 +128,8 @@ def check_resumable(folder: str) -> None:
     missing = [] if any(map(_OPTIMIZER.fullmatch, names)) else ["optimizer-*-of-*.safetensors"]
     missing += [] if _SCHEDULER in names else [_SCHEDULER]
     if missing:
-        plain = [name for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt") if name in names]
-        has = f"has {' and '.join(plain)} of the plain Trainer, but not" if plain else "lacks"
         raise ValueError(
-            f"{folder} {has} {' and '.join(missing)}, from which seq1f1b.transformers.Trainer resumes: to take its "
+            f"{folder} lacks {' and '.join(missing)}, from which seq1f1b.transformers.Trainer resumes: to take its "
             "weights only, with a new optimizer and schedule, call load_pretrained(trainer.engine, folder) of "
             "seq1f1b.transformers and then train() without resume_from_checkpoint"
         )
@@ -139,8 +138,11 @@ def check_resumable(folder: str) -> None:
 def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
     """Loads optimizer and scheduler from a save by any number of ranks."""
     own = PipelineState(engine, optimizer)
-    state, is_own = own.state_dict(), optimized(own)
+    state, optimized = own.state_dict(), own._optimized()
     files = sorted(name for name in os.listdir(folder) if _OPTIMIZER.fullmatch(name))
+
+    def is_own(entry: str) -> bool:
+        return own._parse(entry)[1] in optimized
 
     def load() -> None:
         counts = {int(match[1]) for match in map(_OPTIMIZER.fullmatch, files) if match}
@@ -149,7 +151,7 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
         found: dict[str, Any] = {}
         for name in files:
             with safe_open(os.path.join(folder, name), framework="pt") as tensors:
-                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_own(key)}  # noqa: SIM118, not a dict
+                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_own(key)}  # noqa: SIM118
                 rest = json.loads(tensors.metadata()["rest"])
             found |= {key: value for key, value in rest.items() if is_own(key)}
         for key, value in state["optimizer"].items():
@@ -162,26 +164,6 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
             scheduler.load_state_dict(json.load(file))
 
     together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
-
-
-def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
-    def write(unfinished: str) -> None:
-        save_file({str(i): state for i, state in enumerate(states)}, _file(unfinished, "rng", ranks))
-
-    save_together(ranks, folder, f"no random state was written to {folder}", write)
-
-
-def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
-    """Returns the saved random states, or None if another number of ranks wrote the checkpoint."""
-    file = _file(folder, "rng", ranks)
-    if not os.path.isfile(file):
-        return None
-    states = load_file(file)
-    return [states[str(i)] for i in range(len(states))]
-
-
-def _file(folder: str, kind: str, ranks: Ranks) -> str:
-    return os.path.join(folder, f"{kind}-{ranks.rank + 1:05d}-of-{ranks.num_ranks:05d}.safetensors")
 
 
 def _json(values: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,26 +19,23 @@ import torch.nn.functional as F
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import TrainerControl
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import seed_worker, sort_checkpoints
 
 from seq1f1b.engine.engine import PipelineEngine
 from seq1f1b.engine.model_state import generator_states, set_generator_states
-from seq1f1b.engine.options import is_plan
+from seq1f1b.engine.options import Loss, is_plan
 from seq1f1b.transformers.cut import pipeline_stage
-from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.layers import copy_config
-from seq1f1b.transformers.pretrained import load_pretrained, save_pretrained
+from seq1f1b.transformers.pretrained import load_pretrained, open_folder, save_pretrained
 from seq1f1b.transformers.saving import (
     check_resumable,
     load_optimizer,
-    load_randomness,
     save_optimizer,
-    save_randomness,
     together,
 )
 from seq1f1b.transformers.trainer_batch import COLUMNS, Batch, make_batch
-from seq1f1b.transformers.trainer_checks import CUT, check_arguments, check_made, check_pipeline
 from seq1f1b.transformers.trainer_replicas import Replicas
 
 __all__ = ["Trainer"]
@@ -104,9 +102,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     ) -> None:
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **named).arguments
-        check_arguments(args, given, type(self), Trainer)
+        _check_arguments(args, given, type(self), Trainer)
         self._pipeline = dict(pipeline or {})
-        check_pipeline(self._pipeline, inspect.signature(PipelineEngine.__init__).parameters)
         self._folder = None
         dtype = self._pipeline.pop("dtype", None)
         if isinstance(model, (str, os.PathLike)):
@@ -127,7 +124,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         if hasattr(model, "config"):  # the plain Trainer sets use_cache in the config
             copy_config(model)
         super().__init__(model, args, *others, **named)
-        check_made(self)
+        _check_made(self)
         self.accelerator.clip_grad_norm_ = lambda _, max_norm, **__: self.engine.clip_grad_norm_(max_norm)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
         self._signature_columns = [*COLUMNS, "seq_lengths"]  # seq_lengths: documents' lengths, for collators
@@ -138,21 +135,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         """Returns this process's stage of a whole model, and makes the engine."""
         self._whole_parameters = model.num_parameters(exclude_embeddings=True)
         options = dict(self._pipeline)
-        cut = {name: options.pop(name) for name in CUT if name in options}
+        cut = {name: options.pop(name) for name in _CUT if name in options}
         replicas = self._replicas
         if hasattr(self, "engine"):
             self.engine.close()
-        seed, devices = int(self.args.seed) + 1 + replicas.rank, dict.fromkeys(["cpu", self.args.device.type])
-        self._random_states = [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
-        with self._own_randomness():
+        self._draws = -1, 0
+        with self._seeded(int(self.args.seed) + 1 + replicas.rank):
             stage = pipeline_stage(model, replicas.place, replicas.num_ranks // replicas.count, **cut)
             if self._folder is not None:
                 self._folder.load(stage, self.args.device)
             elif any(parameter.is_meta for parameter in stage.parameters()):
                 stage.materialize(self.args.device)
         stage.to(self.args.device)
-        options |= {"loss_fn": _loss, "arg_rules": {"doc_ids": "slice"}, "group": replicas.pipeline}
-        self.engine = replicas.engine = PipelineEngine(stage, **options)
+        self.engine = replicas.engine = PipelineEngine(
+            stage, loss_fn=_loss, arg_rules={"doc_ids": "slice"}, group=replicas.pipeline, loss=Loss(), seq_dim=1,
+            sequence_parallel=(0, 1), **options,
+        )  # fmt: skip
         replicas.make_alike(stage)
         return stage
 
@@ -170,15 +168,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     # -- randomness --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Uses the stage's random state inside the ``with`` block: the data's state stays equal on all ranks."""
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Seeds torch for this stage inside the ``with`` block; the data's random state stays equal on all ranks."""
         of_data = generator_states(self.args.device)
-        set_generator_states(self.args.device, tuple(self._random_states))
+        torch.manual_seed(seed)
         try:
             yield
         finally:
-            self._random_states = list(generator_states(self.args.device))
             set_generator_states(self.args.device, of_data)
+
+    def _next_seed(self) -> int:
+        """Returns this stage's seed for a training step, made of the step's number: a resumed run draws alike."""
+        step, count = self._draws
+        self._draws = now = self.state.global_step, count + 1 if step == self.state.global_step else 0
+        return random.Random(f"{self.args.seed} {self._replicas.rank} {now}").getrandbits(62)
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
@@ -205,7 +208,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             if num_items_in_batch is None
             else num_items_in_batch
         )
-        with self._own_randomness():
+        with self._seeded(self._next_seed()):
             losses = self.engine.step(own.tokens, target=own.target, kwargs=own.kwargs, loss_weight=max(total, 1.0))
         if self.accelerator.sync_gradients:
             self._replicas.sum_gradients(self.engine.parameters())
@@ -222,7 +225,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (batch, own), wants_logits = self._make_batch(inputs), not prediction_loss_only
-        with self._own_randomness():
+        with self._seeded(int(self.args.seed)):
             result = self.engine.eval(own.tokens, target=own.target, kwargs=own.kwargs, return_outputs=wants_logits)
         losses, logits = result if wants_logits else (result, None)
         counts, total = [], 0
@@ -283,14 +286,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
         together(self._replicas, f"no checkpoint was written to {folder}", write)
 
+    @property
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # the optimizer inside accelerate's wrapper
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # equal in all replicas
+        optimizer, scheduler = self._own_optimizer, self.lr_scheduler  # equal in all replicas
         self._replicas.in_one(lambda: save_optimizer(self.engine, optimizer, scheduler, output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # the data's state, equal on all ranks
             super()._save_rng_state(output_dir)
-        save_randomness(self._replicas, self._random_states, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_pretrained(self.engine, resume_from_checkpoint)
@@ -300,12 +306,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_optimizer(self.engine, _inner(self.optimizer), self.lr_scheduler, checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            self._random_states = load_randomness(self._replicas, checkpoint) or self._random_states
+            load_optimizer(self.engine, self._own_optimizer, self.lr_scheduler, checkpoint)
 
     # -- all ranks together ------------------------------------------------------------------------------------------
 
@@ -368,19 +369,80 @@ def _become_one_process(args: transformers.TrainingArguments) -> None:
 
 def _newest_checkpoint(folder: str) -> str:
     """Returns the newest checkpoint with ``trainer_state.json``, the file written last."""
-    found = [name for name in os.listdir(folder) if name.startswith("checkpoint-") and name[11:].isdigit()]
-    for name in sorted(found, key=lambda name: -int(name[11:])):
-        if os.path.isfile(os.path.join(folder, name, "trainer_state.json")):
-            return os.path.join(folder, name)
+    for checkpoint in reversed(sort_checkpoints(folder)):
+        if os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
+            return str(checkpoint)
     raise ValueError(f"{folder} holds no finished checkpoint to resume from")
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer inside accelerate's wrapper."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
 
 
 def _end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# -- what a pipeline does not support ----------------------------------------------------------------------------------
+
+
+_CUT = ("balance", "seq_len")
+"""Options of pipeline_stage."""
+
+_REMEDIES = {
+    **dict.fromkeys(("deepspeed", "fsdp"), "the pipeline shards the model by layers"),
+    "parallelism_config": "the pipeline is all processes",
+    "torch_compile": "leave it off",
+    "fp16": "use bf16=True",
+    "fp16_full_eval": "evaluation runs in the dtype of training",
+    "bf16_full_eval": "evaluation runs in the dtype of training: use bf16=True",
+    "label_smoothing_factor": "leave it 0",
+    "neftune_noise_alpha": "its noise depends on the length of the whole sequence",
+    "auto_find_batch_size": "a rank that runs out of memory ends the run: set per_device_train_batch_size",
+    "push_to_hub": "push the saved folder afterwards",
+    "use_liger_kernel": "it replaces forwards and the loss: leave it off",
+    "enable_jit_checkpoint": "a signal to one rank would stop it alone: use save_steps",
+    "save_on_each_node": "all ranks write one checkpoint, to a folder that all see",
+    "predict_with_generate": "generate with the saved model",
+    "activation_checkpointing_kwargs": "set use_reentrant=False",
+    "optim": "it steps inside the backward, once per segment: use another optimizer",
+    "train_sampling_strategy": "use 'random' or 'group_by_length'",
+    "label_names": "the labels are named 'labels'",
+    **dict.fromkeys(("dispatch_batches", "split_batches"), "every rank reads the whole batch"),
+    "compute_loss_func": "its outputs would be those of one segment",
+    "optimizers": "they would be of the whole model: give optimizer_cls_and_kwargs, or override create_optimizer",
+}
+_FINE: dict[str, Callable[[Any], bool]] = {
+    "activation_checkpointing_kwargs": lambda value: not value.get("use_reentrant"),
+    "optim": lambda value: not any(part in str(getattr(value, "value", value)) for part in ("layerwise", "lomo")),
+    "train_sampling_strategy": lambda value: value != "batch_rebalance",
+    "label_names": lambda value: list(value) == ["labels"],
+    "optimizers": lambda value: not any(value),
+}
+"""Whether a pipeline supports a value; other arguments must be left off."""
+
+
+def _check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type, ours: type) -> None:
+    """Raises ValueError for unsupported arguments and overridden methods of the Trainer."""
+    for name, remedy in _REMEDIES.items():
+        value = given.get(name, getattr(args, name, getattr(args.accelerator_config, name, None)))
+        if value and not _FINE.get(name, lambda _: False)(value):
+            _refuse(f"{name}={getattr(value, 'value', value)!r}", remedy)
+    for name in ("compute_loss", "training_step", "prediction_step"):
+        if getattr(trainer, name) is not getattr(ours, name):
+            _refuse(
+                f"{trainer.__name__}.{name}, which overrides the trainer's",
+                "the engine runs it, by segments: use transformers.Trainer for it",
+            )
+
+
+def _check_made(trainer: transformers.Trainer) -> None:
+    """Raises ValueError for an unsupported model or launcher, known only after the Trainer's constructor."""
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        _refuse("DeepSpeed or FSDP of accelerate's launcher", "start the script by torchrun")
+    if trainer.is_model_parallel:
+        _refuse("a model with a device_map over several devices", "load it without one")
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        _refuse(f"the loss of {type(model).__name__}", "it must be transformers' ForCausalLMLoss")
+
+
+def _refuse(what: str, remedy: str) -> None:
+    raise ValueError(f"seq1f1b.transformers.Trainer does not support {what}: {remedy}")

@@ -119,3 +119,17 @@ def _with_values(tensor: Tensor) -> Tensor:
     else:
         values = torch.arange(count, device="cpu")
     return values.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
+
+
+class HiddenStates(nn.Module):
+    """A stand-in for a head whose rows lie on all ranks: keeps and returns the hidden states."""
+
+    hidden: Tensor | None = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.__dict__["weight"] = torch.empty(0, dtype=dtype, device="cpu")  # models read the head's dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden

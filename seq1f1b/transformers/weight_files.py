@@ -23,7 +23,6 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
-_IS_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -91,19 +90,16 @@ def weight_paths(folder: str) -> list[str]:
         names = [name for name in sorted(os.listdir(folder)) if IS_SHARD.fullmatch(name)]
         names = [SINGLE] if SINGLE in names else names
         if not names:
-            others = [name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
-            if not others:
-                raise ValueError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
             raise ValueError(
-                f"{folder} has its weights in {some(others)}, of which a rank cannot read its part alone: write them "
-                f"as safetensors once, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
+                f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Of other files a rank cannot read "
+                f"a part: write safetensors, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
             )
     else:
         names = _indexed(index)
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
-        by = f"{index} names" if os.path.isfile(index) else f"{folder} has links to"
-        raise ValueError(f"{by} {some(missing)}, which {folder} does not hold: copy or download them")
+        by = index if os.path.isfile(index) else folder
+        raise ValueError(f"{by} names {some(missing)}, which {folder} does not hold: copy or download them")
     return [os.path.join(folder, name) for name in names]
 
 
@@ -166,7 +162,7 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
         the sources by name, and the names in the files that belong to no tensor of the state.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -175,7 +171,7 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
     prefix: str = model.base_model_prefix
     found: dict[str, Source] = {}
     extra = []
-    for name in sorted(files.places, key=_natural):
+    for name in sorted(files.places, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
@@ -206,48 +202,12 @@ def share_sources(sources: dict[str, Source], parameters: Iterable[tuple[str, An
     return sources
 
 
-@torch.no_grad()
-def load_state(
-    files: WeightFiles, model: Any, state: Mapping[str, Tensor], sources: Mapping[str, Source], needed: Iterable[str]
-) -> None:
-    """Fills tensors from their sources, by name.
-
-    Raises:
-        ValueError: a shape differs, or a needed tensor has no source; before any read, except for converted tensors.
-    """
-    for name in needed:
-        if name not in sources:
-            check_shape(files.folder, name, state[name], None)
-    for name, own in state.items():
-        source = sources.get(name)
-        if source is not None and source.converter is None:
-            check_shape(files.folder, name, own, files.shape(source.parts[0][1]))
-    converted: set[int] = set()
-    for name, own in state.items():
-        source = sources.get(name)
-        if source is None or own.is_meta or id(source) in converted:
-            continue
-        if source.converter is None:
-            files.read_into(source.parts[0][1], own)
-            continue
-        converted.add(id(source))
-        for target, value in source.convert(files, model).items():
-            if target in state:
-                check_shape(files.folder, target, state[target], tuple(value.shape))
-                state[target].copy_(value)
-
-
 def check_shape(folder: str, name: str, own: Tensor, found: Collection[int] | None) -> None:
     if found is None or tuple(found) != tuple(own.shape):
         has = "lacks it" if found is None else f"has it in shape {tuple(found)}"
         raise ValueError(f"this rank needs {name!r} in shape {tuple(own.shape)}, the checkpoint in {folder} {has}")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key that orders numbers in names by value, for example experts."""
-    return [(int(part), "") if _IS_NUMBER.fullmatch(part) else (-1, part) for part in name.split(".")]
-
-
 def some(names: Collection[str]) -> str:
-    shown = sorted(names, key=_natural)[:5]
+    shown = sorted(names)[:5]
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

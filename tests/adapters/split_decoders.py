@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from split_parts import HEADS, HIDDEN, VOCAB, WIDTH, Base, Block, Mlp, heads
@@ -20,15 +19,6 @@ class Constants(Base):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) * torch.tensor(8.0).sqrt() + torch.ones(HIDDEN)
         return self.head(self.norm(self.run(x)) * torch.arange(HIDDEN) / math.sqrt(HIDDEN))
-
-
-class Positions(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(64, HIDDEN)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) + self.places(seq1f1b.positions(tokens)))))
 
 
 class Buffers(Base):
@@ -102,7 +92,7 @@ class CarriedSum(Base):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
-        total = x.cumsum(1) + seq1f1b.carry_in(self.state, torch.from_numpy(numpy.zeros(())))
+        total = x.cumsum(1) + seq1f1b.carry_in(self.state, torch.zeros(()))
         seq1f1b.carry_out(self.state, total[:, -1:])
         return self.head(self.norm(self.run(x + 0.1 * total)))
 
@@ -238,17 +228,6 @@ class Llama(nn.Module):
         rotary = self.rotary(seq1f1b.positions(input_ids))
         for layer in self.layers:
             x = layer(x, rotary)
-        return self.lm_head(self.norm(x))
-
-
-class LlamaOfTensors(Llama):
-    """The tables are taken apart in the model's forward."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        cos, sin = self.rotary(seq1f1b.positions(input_ids))
-        for layer in self.layers:
-            x = layer(x, (cos, sin))
         return self.lm_head(self.norm(x))
 
 

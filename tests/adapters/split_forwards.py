@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,53 +119,6 @@ def hook_blocks(model: Any) -> None:
     model.blocks[0].register_full_backward_pre_hook(pre_grad_times_two)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-class Dropouts(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.drop(self.norm(self.run(self.drop(self.words(tokens))))))
-
-
-# -- values of Python --------------------------------------------------------------------------------------------------
-
-
-class Scale(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 0.5
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) * self.scale)))
-
-
-class Config:
-    def __init__(self) -> None:
-        self.normed = True
-
-
-class ConfigFlag(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Config()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.run(self.words(tokens))
-        return self.head(self.norm(x) if self.config.normed else x)
-
-
-TEMPERATURE = 2.0
-
-
-class ModuleGlobal(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) / TEMPERATURE
-
-
 # -- patched -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,22 +173,6 @@ class Documents(Base):
 
 def document_ids() -> Tensor:
     return seq1f1b.document_starts(torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3]))
-
-
-class KeywordBlock(Mlp):
-    def forward(self, *, hidden: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(hidden) * gate
-
-
-class Keywords(Base):
-    def __init__(self) -> None:
-        super().__init__(KeywordBlock)
-
-    def run(self, x: Tensor) -> Tensor:
-        gate = x.sigmoid()
-        for block in self.blocks:
-            x = block(hidden=x, gate=gate)
-        return x
 
 
 class PairBlock(Mlp):
@@ -294,22 +230,6 @@ class ReturnsDataclass(Base):
     def forward(self, tokens: Tensor) -> Any:
         hidden = self.run(self.words(tokens))
         return Output(self.head(self.norm(hidden)), hidden=hidden)
-
-
-Named = namedtuple("Named", ["logits", "hidden"])
-
-
-class ReturnsNamed(Base):
-    def forward(self, tokens: Tensor) -> Any:
-        hidden = self.run(self.words(tokens))
-        return Named(self.head(self.norm(hidden)), hidden)
-
-
-class LogitsAndLoss(Base):
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
-        logits = self.head(self.norm(self.run(self.words(idx))))
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
 
 
 class LogitsOrBoth(Base):

@@ -34,12 +34,6 @@ CASES: dict[str, Case] = {
     "contexts in a block": Case(partial(Base, forwards.ContextBlock), engine=True),
     # hooks
     "hooks on blocks": Case(changed(forwards.hook_blocks), engine=True),
-    # random numbers
-    "nn.Dropout": Case(forwards.Dropouts),
-    # values of Python
-    "a scale": Case(forwards.Scale),
-    "a flag of a config": Case(forwards.ConfigFlag),
-    "a global": Case(forwards.ModuleGlobal),
     # patched
     "forward of a block": Case(changed(forwards.patch_block), engine=True),
     "a method": Case(changed(forwards.patch_method)),
@@ -50,20 +44,16 @@ CASES: dict[str, Case] = {
     # arguments and outputs
     "doc_ids": Case(forwards.Documents, kwargs=with_documents),
     "doc_ids left out": Case(forwards.Documents),
-    "keywords of blocks": Case(forwards.Keywords),
     "pairs from blocks": Case(forwards.Pairs, engine=True),
     "dicts from blocks": Case(forwards.Dicts, engine=True),
     "a dict": Case(forwards.ReturnsDict),
     "nested tuples": Case(forwards.ReturnsTuple),
     "a dataclass": Case(forwards.ReturnsDataclass),
-    "a named tuple": Case(forwards.ReturnsNamed),
-    "logits and loss": Case(forwards.LogitsAndLoss),
     "logits, or both": Case(forwards.LogitsOrBoth),
     "a loss of two arguments": Case(forwards.WeighedLoss, engine=True),
     "a list in a dict": Case(forwards.States, engine=True),
     # constants, buffers, dtypes
     "constants": Case(decoders.Constants, engine=True),
-    "positions": Case(decoders.Positions, engine=True),
     "buffers": Case(decoders.Buffers, engine=True),
     "running statistics": Case(partial(Base, decoders.RunningBlock)),
     "a plain tensor of a block": Case(decoders.GainsOfBlocks),
@@ -78,7 +68,6 @@ CASES: dict[str, Case] = {
     # decoders as people write them
     "nanoGPT": Case(decoders.NanoGpt, engine=True),
     "Llama": Case(decoders.Llama, cut={"num_stages": 3}, engine=True),
-    "Llama, tables apart": Case(decoders.LlamaOfTensors, cut={"num_stages": 3}, engine=True),
     "T5's decoder": Case(decoders.T5Decoder),
     "U-Net": Case(decoders.UNet, cut={"num_stages": 3}, engine=True),
     "patches and a class token": Case(decoders.Vision, inputs=lambda: (images(),), needs_sample=True),

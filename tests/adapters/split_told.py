@@ -9,12 +9,13 @@ import random
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from split_parts import HIDDEN, VOCAB, Plain, model_of
+from split_parts import HIDDEN, Plain, model_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,22 +54,6 @@ def under(make: Callable[[], Any]) -> nn.Module:
     return model_of(forward)
 
 
-def default_dtype(self: Any, tokens: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)
-    return whole(self, tokens)
-
-
-def deterministic(self: Any, tokens: Tensor) -> Tensor:
-    torch.use_deterministic_algorithms(True)
-    return whole(self, tokens)
-
-
-def grad_off_at_the_end(self: Any, tokens: Tensor) -> Tensor:
-    out = whole(self, tokens)
-    torch.set_grad_enabled(False)
-    return out
-
-
 def decorated(self: Any, tokens: Tensor) -> Tensor:
     return self.head(self.trunk(embed(self, tokens)))
 
@@ -82,13 +67,6 @@ def checkpointed(self: Any, tokens: Tensor) -> Tensor:
     x = self.embedding(tokens)
     for block in self.blocks:
         x = x + checkpoint(block, x, use_reentrant=False)
-    return self.head(x)
-
-
-def checkpointed_reentrant(self: Any, tokens: Tensor) -> Tensor:
-    x = self.embedding(tokens)
-    for block in self.blocks:
-        x = x + torch.utils.checkpoint.checkpoint(lambda x, block=block: block(x), x, use_reentrant=True)
     return self.head(x)
 
 
@@ -141,11 +119,6 @@ def counts(self: Any, tokens: Tensor) -> Tensor:
     return whole(self, tokens)
 
 
-def keeps(self: Any, tokens: Tensor) -> Tensor:
-    self.last = self.embedding(tokens)
-    return whole(self, tokens)
-
-
 def keeps_in_a_buffer(self: Any, tokens: Tensor) -> Tensor:
     self.count = self.count + 1
     return whole(self, tokens)
@@ -160,10 +133,6 @@ def assigns_in_place(self: Any, tokens: Tensor) -> Tensor:
 def counts_tokens(self: Any, tokens: Tensor) -> Tensor:
     x = self.embedding(tokens)
     return self.head(self.trunk(x + self.places(torch.arange(tokens.shape[1], device=tokens.device))))
-
-
-def first_rows(self: Any, tokens: Tensor) -> Tensor:
-    return self.head(self.trunk(self.embedding(tokens) + self.places.weight[: tokens.size(1)]))
 
 
 def loss_of_other_logits(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Any:
@@ -194,12 +163,8 @@ def autocast_asked(self: Any, tokens: Tensor) -> Tensor:
 
 NUMBERS = "draws random numbers in Python, once for all calls"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "default dtype": (lambda: model_of(default_dtype), "changes torch's default dtype"),
-    "deterministic algorithms": (lambda: model_of(deterministic), "changes torch's default dtype, deterministic"),
-    "grad mode left off": (lambda: model_of(grad_off_at_the_end), "deterministic or gradient mode"),
     "decorated": (lambda: model_of(decorated), VALUES),
-    "checkpoint": (lambda: model_of(checkpointed), "no stage would recompute by torch.utils.checkpoint"),
-    "reentrant checkpoint": (lambda: model_of(checkpointed_reentrant), "no stage would recompute by torch.utils"),
+    "checkpoint": (lambda: model_of(checkpointed), "NotImplementedError: .* as torch.utils.checkpoint does"),
     "autograd.Function": (
         lambda: model_of(lambda self, tokens: Trebled.apply(whole(self, tokens))),
         VALUES,
@@ -215,10 +180,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: model_of(lambda self, x: whole(self, x) * self.rng.random(), rng=random.Random(0)),
         VALUES,
     ),
-    "own generator of numpy": (
-        lambda: model_of(lambda self, x: whole(self, x) * float(self.rng.random()), rng=np.random.default_rng(0)),
-        VALUES,
-    ),
     "seed": (lambda: model_of(seeded), "changes the state of a generator"),
     "dropout": (
         lambda: model_of(lambda self, x: F.dropout(whole(self, x), 0.1, self.training)),
@@ -229,7 +190,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "assert": (lambda: model_of(asserts), "cannot be traced: TraceError.* Leave asserts out"),
     "loop": (lambda: model_of(loops), "cannot be traced: TraceError.* move what depends on values"),
     "counter": (lambda: model_of(counts, calls=0), "changes 'calls' of Own in each call"),
-    "kept": (lambda: model_of(keeps), "changes 'last' of Own in each call"),
     "kept in a buffer": (
         lambda: model_of(keeps_in_a_buffer, count=nn.Buffer(torch.zeros(()))),
         "changes 'count' of Own in each call",
@@ -240,45 +200,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "part of a tensor": (lambda: model_of(assigns_in_place), "cannot be traced: TypeError: .* item assignment"),
     "count of tokens": (lambda: model_of(counts_tokens, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions"),
-    "first rows": (lambda: model_of(first_rows, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions"),
     "nanoGPT's loss": (lambda: model_of(loss_of_other_logits), r"output\[0\] has shape"),
     "any number of arguments": (lambda: model_of(many), r"takes \*args"),
     "compiled": (lambda: torch.compile(Plain()), "split takes the model itself, got OptimizedModule"),
 }  # fmt: skip
 
 
-# -- modules that the trace enters -------------------------------------------------------------------------------------
+# -- what the trace of a model's own code leaves out -------------------------------------------------------------------
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder, self.last = Plain(), nn.Linear(VOCAB, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.last(self.decoder(tokens))
-
-
-KINDS = {
-    "register_forward_hook": {},
-    "register_forward_pre_hook": {"with_kwargs": True},
-    "register_full_backward_hook": {},
-    "register_full_backward_pre_hook": {},
-    "register_state_dict_post_hook": {},
-    "register_load_state_dict_pre_hook": {},
+HOOKS: dict[str, Callable[..., Any]] = {
+    "register_forward_hook": lambda module, args, output: output * 2,
+    "register_full_backward_pre_hook": lambda module, gradients: tuple(2 * each for each in gradients),
 }
 
 
-def hooked(kind: str, place: str) -> nn.Module:
-    model = Outer()
-    getattr(model.get_submodule(place), kind)(lambda *_, **__: None, **KINDS[kind])
+def hooked(kind: str) -> nn.Module:
+    model = Plain()
+    getattr(model, kind)(HOOKS[kind])
     return model
 
 
-def with_own_forward(place: str) -> nn.Module:
-    model = Outer()
-    module = model.get_submodule(place)
-    module.forward = types.MethodType(lambda self, tokens: type(self).forward(self, tokens) * 2, module)
+def with_own_forward() -> nn.Module:
+    model = Plain()
+    model.forward = types.MethodType(lambda self, tokens: type(self).forward(self, tokens) * 2, model)
     return model
 
 
@@ -350,25 +295,13 @@ class Resetting(nn.Module):
         return tokens
 
 
-def closed_over(hook: bool) -> Any:
-    """A block of two stages that computes with its own parameters by a closure, which no copy follows."""
-    model = Plain()
-    block = model.blocks[3] = model.blocks[0]
-    if hook:
-        block.register_forward_hook(lambda module, args, output: output + block.bias)
-    else:
-        forward = block.forward
-        block.forward = lambda x: forward(x) * 2
-    return model
-
-
 # What only values tell
 TOLD_BY_VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    **{f"{kind} of the model": (partial(hooked, kind), VALUES) for kind in HOOKS},
+    "an own forward of the model": (with_own_forward, VALUES),
     "a loss in a block": (
         noting, r"do not compute what it does, on token ids of shape \(2, 8\), in training mode: output is off by",
     ),
-    "a hook's closure": (lambda: closed_over(True), "output is off by nan"),
-    "a forward's closure": (lambda: closed_over(False), "output is off by nan"),
     # the second stage of another process would take the first one's input for the first block's
     "a dict of two stages": (remembering, r"do not compute what it does.*: output is off by"),
 }  # fmt: skip

@@ -117,20 +117,20 @@ def test_stages_are_verified_and_saved_by_their_names():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class Asks(Chain):
-    def forward(self, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        return super().forward(tokens) if doc_ids is None else super().forward(tokens, doc_ids) * 2
-
-
 class Numbers(Chain):
     def forward(self, tokens: Tensor) -> Tensor:
         most = tokens.amax().item()
         return super().forward(tokens) * most
 
 
-class Offset(Chain):
+class Constant(Chain):
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + seq1f1b.token_offset()
+        x = super().forward(tokens)
+        seq1f1b.carry_out(0, x[:, -1:])
+        return x + seq1f1b.carry_in(0, ZERO)
+
+
+ZERO = torch.zeros(())
 
 
 class Backwards(Chain):
@@ -148,16 +148,14 @@ class Backwards(Chain):
         (Chain, {"num_stages": 2, "at": ["norm"]}, "one of the two"),
         (Chain, {"num_stages": 6}, "num_stages is 6, must be from 1 to the 5 modules of 'blocks'"),
         (Chain, {"num_stages": 0}, "num_stages is 0, must be"),
-        (Chain, {"at": "blocks.1"}, r"at is 'blocks.1', must be a list of names, as \['blocks.1'\]"),
         (Chain, {"at": ["blocks.9"]}, r"at names \['blocks.9'\], which Chain does not have; it has"),
         (Chain, {"at": ["norm", "blocks.1"]}, "Chain runs 'blocks.1' before 'norm': no stage begins there"),
         (Chain, {"at": ["norm", "norm"]}, "each stage must begin with a module of its own"),
         (Chain, {"at": ["blocks"]}, "Chain does not run 'blocks', so no stage begins there"),
         (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
         (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
-        (Asks, {"num_stages": 2}, "the stages of Asks do not compute what it does, .* output is off by"),
         (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: item is a number"),
-        (Offset, {"num_stages": 2}, r"Offset cannot be cut: it uses token_offset\(\), .*: use positions"),
+        (Constant, {"num_stages": 2}, "Constant cannot be cut: it gives carry_in a constant"),
         (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
     ],
 )  # fmt: skip

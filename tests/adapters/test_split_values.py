@@ -17,11 +17,11 @@ from seq1f1b.adapters import chain_compare
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda run: run.outputs.update(output=run.outputs["output"] + 1e-3), "output is off by"),
-        (lambda run: run.outputs.update(output=run.outputs["output"].double()), "output has dtype torch.float64"),
-        (lambda run: run.outputs.update(output=run.outputs["output"].detach()), "output has requires_grad False"),
-        (lambda run: run.gradients["blocks.2.bias"].mul_(1.001), "the gradient of blocks.2.bias is off by 1.0e-03"),
-        (lambda run: run.gradients.pop("head.weight"), r"the gradient of head.weight is off by 1.0e\+00"),
+        (lambda run: run[0].update(output=run[0]["output"] + 1e-3), "output is off by"),
+        (lambda run: run[0].update(output=run[0]["output"].double()), "output has dtype torch.float64"),
+        (lambda run: run[0].update(output=run[0]["output"].detach()), "output has requires_grad False"),
+        (lambda run: run[1]["blocks.2.bias"].mul_(1.001), "the gradient of blocks.2.bias is off by 1.0e-03"),
+        (lambda run: run[1].pop("head.weight"), r"the gradient of head.weight is off by 1.0e\+00"),
     ],
 )
 def test_a_difference_is_named(change: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,10 +72,7 @@ def test_segments_equal_the_formula(
     whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout)
     check(whole, OPTIONS[name], qkv, dout)
     used = {call[0] for call in calls}
-    plain = name in ("softcap", "documents", "slopes", "slopes per batch", "all") or dtype in (
-        torch.float64,
-        torch.float32,
-    )
+    plain = name in ("softcap", "slopes", "slopes per batch", "all") or dtype in (torch.float64, torch.float32)
     assert used == (set() if plain else {"_flash_attention_forward", "_flash_attention_backward"})
 
 

@@ -68,15 +68,16 @@ def test_kernels_take_documents_and_soft_caps(library: dict[str, Operation], mon
     of_documents = options._replace(docs=docs, key_docs=docs)
     assert cuda_attention.way(queries(), 64, options._replace(softcap=20.0)) == "own"
     assert cuda_attention.way(queries(), 64, of_documents) == "own"
+    assert cuda_attention.way(queries(head_dim=96), 96, of_documents) == "documents"
     with pytest.warns(UserWarning, match="not for heads of 96 in bfloat16"):
-        assert cuda_attention.way(queries(head_dim=96), 96, of_documents) == "plain"
+        assert cuda_attention.way(queries(head_dim=96), 96, of_documents._replace(softcap=20.0)) == "plain"
     assert cuda_attention.way(queries(), 64, options._replace(window=3)) == "flash"
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: True)
     assert cuda_attention.way(queries(), 64, options) == "cudnn"
     monkeypatch.setattr(kernel_library, "preferred", "own")
     assert cuda_attention.way(queries(), 64, options) == "own"
     monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert cuda_attention.way(queries(), 64, of_documents) == "plain"
+    assert cuda_attention.way(queries(), 64, of_documents) == "documents"
 
 
 def test_where_torch_is_deterministic_no_backward_of_ours_runs(

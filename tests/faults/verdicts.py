@@ -391,21 +391,6 @@ def refused_by_split() -> Named:
         yield name, made(make, says, **({"cut": cut_at(at=["_orig_mod.blocks.2"])} if name == "compiled" else {}))
     for name, (context, says) in told.CONTEXTS.items():
         yield f"{name} around a block", made(partial(told.under, context), says)
-    for kind in told.KINDS:
-        for place in ("", "decoder", "decoder.blocks"):
-            yield f"{kind} of {place or 'the model'}", made(
-                partial(told.hooked, kind, place), r"has hooks, which no stage would run \(.*hooks\): put them on its",
-                cut=cut_at(num_stages=2),
-            )  # fmt: skip
-    for place in ("", "decoder"):
-        yield (
-            f"an own forward of {place or 'the model'}",
-            made(
-                partial(told.with_own_forward, place),
-                "has a forward that was set on the instance",
-                cut=cut_at(num_stages=2),
-            ),
-        )
     for name, (make, says) in told.TOLD_BY_VALUES.items():
         sample = {"sample": torch.arange(10).view(2, 5)} if make is told.remembering else {}
         yield name, made(make, says, cut=cut_at(at=["blocks.2"], **sample))

@@ -67,7 +67,7 @@ def test_a_cut_writes_nothing_to_its_user_s_config(name, meta):
         with torch.device("meta" if meta else "cpu"):
             model = kind(config)
         stage = pipeline_stage(model, rank, 2)
-        if meta:
+        if meta and name not in decoders.NEED_MEMORY:
             stage.materialize()
         assert inside(config) == before
         assert stage.config.to_dict() == config.to_dict() and stage.config is model.config

@@ -137,27 +137,17 @@ OF_THE_LOGITS = "the logits that it returns are not those of the whole model: " 
 OF_THE_MASK = "layer 0 gets other 'attention_mask' than in the whole model: "
 REFUSED: dict[str, tuple[Parts, str]] = {
     "a scale of the embedding": (scaled_tables(lambda x: x.norm()), OF_THE_TABLES),
-    "a table of the length": (scaled_tables(lambda x: 1 + x.shape[1] / 64), OF_THE_TABLES),
     "positions of its own": (
         {"tables": lambda self, i, x, at: self.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])},
         OF_THE_TABLES,
     ),
-    "positions from the end": ({"tables": lambda self, i, x, at: self.rotary_emb(x, at.max() - at)}, OF_THE_TABLES),
     "a number of the length": (
         {"others": lambda self, i, x: {"length": x.shape[1]}},
         r"layer 0 gets other 'length' than in the whole model: \[4, 3\], there 7",
     ),
-    "a tensor of the embedding": (
-        {"others": lambda self, i, x: {"first": x[:, :1]}},
-        "layer 0 gets other 'first' than in the whole model: " + VALUES,
-    ),
     "an index of the tokens": (
         {"others": lambda self, i, x: {"index": torch.arange(x.shape[1], device=x.device)}},
         "layer 0 gets other 'index' than in the whole model: Tensor-likes are not equal! ",
-    ),
-    "an object of its own": (
-        {"others": lambda self, i, x: {"first": object()}},
-        "layer 0 gets other 'first'",
     ),
     "a dtype of the caller": (
         {
@@ -177,7 +167,6 @@ REFUSED: dict[str, tuple[Parts, str]] = {
         "layer 2 gets other 'hidden states' than in the whole model: " + VALUES,
     ),
     "the embedding added to the end": ({"after": lambda self, hidden, x: self.norm(hidden + x)}, OF_THE_LOGITS),
-    "the embedding scales the end": ({"after": lambda self, hidden, x: self.norm(hidden) * x.norm()}, OF_THE_LOGITS),
     "a bias on the mask": (changed_mask(lambda made, at: made + at[:, None, None].to(made.dtype)), OF_THE_MASK),
     "a bias in the mask": (changed_mask(lambda made, at: made.sub_(1)), OF_THE_MASK),
     "a window without the mask": (
