@@ -31,8 +31,8 @@ typedef struct {
     s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
                       int32_t num_sends, s1f_result *result);
     void (*release)(void *context, void *keep);
-    /* Runs a part of `unit`, a W whose I has run, while the rank waits. *is_left: 0 once nothing of the W is left. NULL:
-     * waits are not filled. */
+    /* Runs a part of `unit`, a W whose I has run, while the rank waits. *is_left: 0 once nothing of the W is left.
+     * NULL: waits are not filled. */
     s1f_status (*fill)(void *context, s1f_unit unit, int32_t *is_left);
     /* Segment sizes for a sequence length that another rank chose: fills sizes, [column] (s1f_column). */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);

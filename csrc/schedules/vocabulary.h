@@ -18,8 +18,8 @@ enum {
     S1F_SPREAD_INPUT = 2   /* E, and G where the order goes back */
 };
 
-/* Makes the order with the passes of `what`, bits, of every cell; before each unit other than F stand `ahead` more Fs of
- * its rank. pass_seconds: of every pass, [stage][column], by which they find their places. S1F_ERR_SCHEDULE where
+/* Makes the order with the passes of `what`, bits, of every cell; before each unit other than F stand `ahead` more Fs
+ * of its rank. pass_seconds: of every pass, [stage][column], by which they find their places. S1F_ERR_SCHEDULE where
  * the order breaks a rule, holds such passes already, or rank r does not hold stage r; S1F_ERR_ARG for a number out of
  * range. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what, int64_t ahead,

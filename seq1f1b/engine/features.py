@@ -73,3 +73,19 @@ class Feature:
     def figures(self) -> Mapping[str, Any]:
         """Returns figures for the report, by name."""
         return {}
+
+
+class ModuleChecks(Feature):
+    """The feature that calls ``check_before_step(step)`` of modules, as of stages of transformers models."""
+
+    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
+        modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
+        holders: list[Any] = [part for part in modules if hasattr(type(part), "check_before_step")]
+        self._checks = [part.check_before_step for part in holders]
+        self.is_idle = not holders
+
+    def start(self, step: Any) -> bool:
+        """Raises ValueError if an argument is refused."""
+        for check in self._checks:
+            check(step)
+        return False

@@ -172,10 +172,27 @@ class CausalLMStage(nn.Module):
             refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
         return super().train(mode)
 
-    def forward(self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Runs the stage. Takes no attention_mask: padding stands behind the tokens, with targets of -100."""
+    def check_before_step(self, step: Any) -> None:
+        """Raises ValueError for an argument that would change a model's result and that a stage does not support."""
+        for given in step.batch.kwargs or ():
+            is_mask = isinstance(mask := given.get("attention_mask"), Tensor)
+            check_says_nothing({name: value for name, value in given.items() if value is not mask or not is_mask})
+            if is_mask:
+                step.batch.read.ask([mask.all()], lambda found: check_says_nothing({"attention_mask": not found[0][0]}))
+
+    def forward(
+        self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Runs the stage on token ids or hidden states, and on further tensors of the stage before (doc_ids may be the
+        last).
+
+        Args:
+            given: other arguments of the model, allowed only if they change nothing, as an attention_mask of ones.
+        """
         if x.shape[1] == 0:
             raise ValueError(f"the stage is given {tuple(x.shape)}, which holds no token: leave such a batch out")
+        if given and current() is None:
+            check_says_nothing(given)
         if doc_ids is None and others and not others[-1].is_floating_point():
             *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
@@ -222,6 +239,20 @@ class CausalLMStage(nn.Module):
         if entry is not None:
             entry.given = ()
         return out  # type: ignore[no-any-return]
+
+
+def check_says_nothing(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument that would change a model's result."""
+    for name, value in given.items():
+        says = value is not None and not (isinstance(value, bool) and value == (name == "return_dict"))
+        if isinstance(value, Tensor) and name == "attention_mask":
+            says = not bool(value.all())
+        if says and name != "doc_ids":
+            raise ValueError(
+                f"a stage of a transformers model does not take {name}: give labels to the engine as target="
+                "seq1f1b.shift_labels(labels), pack documents by doc_ids= of seq1f1b.document_starts, let padding "
+                "stand behind the tokens with targets of -100, and leave the rest out"
+            )
 
 
 class AbsentLayer(nn.Module):

@@ -525,6 +525,38 @@ def test_what_cannot_be_cut_or_run_says_so(make, text):
         pipeline_stage(make(), 0, 2)
 
 
+SAID: dict[str, tuple[Any, bool]] = {  # and whether it is taken
+    "attention_mask": (torch.ones(M, TOKENS), True),
+    "return_dict": (True, True),
+    "output_attentions": (False, True),
+    "past_key_values": (None, True),
+    "a mask of padding": (torch.arange(TOKENS).expand(M, -1) >= 3, False),
+    "position_ids": (torch.arange(TOKENS).expand(M, -1), False),
+    "output_hidden_states": (True, False),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_a_tokenizer_or_a_collator_adds_is_taken_where_it_says_nothing(said):
+    value, is_taken = SAID[said]
+    name = {"a mask of padding": "attention_mask"}.get(said, said)
+    stage = pipeline_stage(build("llama"), 0, 1)
+    engine = engine_of(stage, arg_rules={name: "slice"} if isinstance(value, Tensor) else None)
+    tokens, target = batch()
+    if is_taken:
+        losses = engine.step(tokens, target=target, kwargs={name: value})
+        plain = engine.eval(tokens, target=target)
+        assert torch.allclose(torch.stack(losses), torch.stack(plain))
+        return
+    ran = []
+    stage.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=f"^a stage of a transformers model does not take {name}"):
+        engine.step(tokens, target=target, kwargs={name: value})
+    assert not ran
+    with pytest.raises(ValueError, match=name):
+        stage(tokens, **{name: value})
+
+
 def test_attention_dropout_is_none_in_evaluation_and_refused_before_a_step():
     model = build("gpt2", attn_pdrop=0.1).eval()
     want = copy.deepcopy(model)(batch()[0]).logits
