@@ -35,8 +35,8 @@ static struct {
 
 /* -- arrays for JavaScript ----------------------------------------------------------------------------------------- */
 
-/* Numbers of all kinds, as doubles. Those of units lie one rank after another, each rank's in run order; `first` has the
- * number of each rank's first, and at the end how many there are, as the others of that name have.
+/* Numbers of all kinds, as doubles. Those of units lie one rank after another, each rank's in run order; `first` has
+ * the number of each rank's first, and at the end how many there are, as the others of that name have.
  * counts: ranks, stages, micro-batches, segments; columns of a table where micro-batches differ, 0 where not
  * segments_of [micro-batch]; parents [cell of a stage], empty: chains; path: numbers of units, empty without causes
  * inputs: numbers of the units whose results a unit takes; total [rank] bytes: most in all
