@@ -32,6 +32,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,9 @@ class Ours:
     moves_half: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class EveryOther:
-    """A stage's units, spread over its micro-batches and segments."""
-
-    num_segments: int
-
-    def __call__(self, unit: seq1f1b.Unit) -> bool:
-        return (unit.microbatch * self.num_segments + unit.segment) % 2 == 1
+def is_every_other(num_segments: int, unit: seq1f1b.Unit) -> bool:
+    """Half of a stage's units, spread over its micro-batches and segments."""
+    return (unit.microbatch * num_segments + unit.segment) % 2 == 1
 
 
 class PlannedArm(EngineArm):
@@ -100,7 +96,7 @@ class PlannedArm(EngineArm):
                 add_adapters(module, case.lora)
             for module in [loss_fn] * has_last:
                 module.requires_grad_(False)
-        levers: dict[str, Any] = {"units": EveryOther(plan.num_segments)} if arm.moves_half else {}
+        levers: dict[str, Any] = {"units": partial(is_every_other, plan.num_segments)} if arm.moves_half else {}
         if arm.moves_half or "O" in order.kinds:
             levers["offload"] = directory
         engine = seq1f1b.PipelineEngine(list(modules), schedule=plan, loss_fn=loss_fn, memory=seq1f1b.Memory(**levers))
@@ -158,9 +154,8 @@ def measure_profile(rank: int, case: Case, segments: tuple[int, ...], directory:
     for part in PARTS:
         parts[part] = gathered(measure_part(setup, part, dist.barrier, segments, repeats=3, offload=directory))
     if rank == 0:
-        settings: Any = {"seq_len": case.length, "threads": 1, "dtype": "float32", "lora": case.lora}
-        shape, seconds = case.shape._replace(layers=1), time.perf_counter() - begin
-        profile = make_profile(shape, **parts, **settings, seconds=seconds)
+        settings = {"seq_len": case.length, "threads": 1, "dtype": "float32", "seconds": time.perf_counter() - begin}
+        profile = make_profile(case.shape._replace(layers=1), lora=case.lora, **parts, **settings)
         Records(path).add(what="profile", text=profile.to_json())
 
 

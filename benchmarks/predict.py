@@ -150,8 +150,8 @@ CONFIGURATIONS = [
     Configuration("h512 bf16", "zb-h2", 3, (2, 1, 1), 6, 1, 1024),
     Configuration("h512 bf16", "seq-v-half", 2, (1, 1, 1, 1), 4, 2, 1024),
 ]
-# setup, layers, M, S: plans for two ranks, each on a core of its own
-PLANNED = [("h256 fp32", 4, 4, 2048), ("h512 bf16", 6, 3, 1024)]
+# By setup, layers, M, S: plans for two ranks, each on a core of its own
+PLANNED = {"h256 fp32": [(4, 4, 2048)], "h512 bf16": [(6, 3, 1024)]}
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f1b", "seq1f1b-interleaved", "auto"]
 
 
@@ -496,16 +496,13 @@ def check_predictions(world: World, profiles: Profiles, chosen: dict[int, Config
     return tally
 
 
-def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
-    for name, layers, M, length in PLANNED:
-        if name != of_setup:
-            continue
-        setup = SETUPS[name]
-        machine = ProfiledHardware.of(profiles.together, MACHINE)
+def check_plans(world: World, profiles: Profiles, name: str) -> None:
+    for layers, M, length in PLANNED.get(name, ()):
+        setup, machine = SETUPS[name], ProfiledHardware.of(profiles.together, MACHINE)
         counts = {"seq_len": length, "num_ranks": 2, "num_microbatches": M}
         choices = {"names": FAMILIES, "segments": [1, 2, 4, 8], "stages_per_rank": [1, 2], "best": 6, "within": 2.0}
-        layout = Layout(head_in_loss=False)
-        plans = search_plans(setup.shape(layers), machine, layout=layout, **counts, **choices).plans
+        choices["layout"] = Layout(head_in_loss=False)
+        plans = search_plans(setup.shape(layers), machine, **counts, **choices).plans
         world.say(f"\nplans for {name}, {layers} layers, P2 M{M} S{length}")
         world.say(f"{'':>3} {'planned ms':>11}{'measured ms':>13}  plan")
         medians = []

@@ -487,8 +487,9 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
         own, every = q[row : row + 1], (keys[row : row + 1], values[row : row + 1])
         found = []
         for start, begin, end in of_row:
-            of_span = own[:, :, begin - offset : end - offset], *(t[:, :, start:end] for t in every)
-            found.append(flash_forward(*of_span, options._replace(place=chain(end - start))))
+            of_keys, of_values = (t[:, :, start:end] for t in every)
+            of_span = options._replace(place=chain(end - start))
+            found.append(flash_forward(own[:, :, begin - offset : end - offset], of_keys, of_values, of_span))
         outs.append(torch.cat([out for out, _ in found], 2))
         sums.append(torch.cat([lse for _, lse in found], 2))
     return torch.cat(outs), torch.cat(sums)
