@@ -65,8 +65,9 @@ def split(
     ``split`` refuses code that a trace does not record: checkpoints, hooks, Python's random numbers, control flow on
     values. Stages keep the Python values that forward read at the cut, like ``self.scale``. ``split`` then runs the
     stages in a row and compares them with the model: outputs, gradients and buffers, in training, in evaluation and
-    under autocast, with the random numbers of one seed. The comparison finds contexts like ``torch.no_grad`` around a
-    block, and leaves the model unchanged. A context that changes no value has no effect in the stages.
+    under autocast, with the random numbers of one seed; and each stage in two segments with the stage on all tokens.
+    The comparison finds contexts like ``torch.no_grad`` around a block, and leaves the model unchanged. A context that
+    changes no value has no effect in the stages.
 
     Args:
         model: the first stage takes the arguments of forward without a default. Arguments with a default are keyword

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import RefusedCode
+from seq1f1b.checks.by_values import Look, Sample, tokens_of
+from seq1f1b.engine.findings import STATE
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
-from seq1f1b.nested import distance, norm
+from seq1f1b.nested import distance, norm, tensors_of
 
 __all__ = ["Composite", "compare"]
 
@@ -171,6 +174,8 @@ def _run(
                         "(track_running_stats=False)"
                     )
             torch.set_grad_enabled(is_training)
+            if mode == _MODES[1] and part is not model:
+                _check_segments(whose, SimpleNamespace(module=part, index=index, device=device), tuple(values), kwargs)
             output = part(*values, **kwargs)
             values = output if isinstance(output, tuple) else (output,)
             for name, value in zip(handed_on[index], values, strict=False):
@@ -194,6 +199,21 @@ def _run(
             gradients[name] = gradients[name] + p.grad if name in gradients else p.grad  # copies of one parameter
         found = {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
         return outputs, gradients, found
+
+
+def _check_segments(whose: str, stage: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError if code around a stage's blocks begins anew in every segment, as a count of tokens does."""
+    values, tokens = (args, dict(kwargs)), args[0] if args else None
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or (length := tokens.shape[1]) < 2:
+        return
+    dims = [dim for tensor in tensors_of(values) if (dim := tokens_of(tensor, 1, length)) is not None]
+    if len(dims) < len(tensors_of(values)):
+        return
+    first = length - max(1, 3 * length // 8)
+    found = Look(stage, Sample(values, dims, (first, length - first)), shares_generators=False).findings()
+    for finding in found or ():
+        if finding.cause == STATE and ", itself (" in finding.place:  # in a block, the first step tells
+            raise RefusedCode(f"{whose} would compute other values in segments: {finding}")
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

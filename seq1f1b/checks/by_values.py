@@ -90,7 +90,7 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     tensors = tensors_of((inputs, kwargs))
     if not is_known or not tensors_of(inputs) or most < 2:  # a mask, for example, has no known value for other tokens
         return None
-    dims = [dim for tensor in tensors if (dim := _tokens_of(tensor, seq_dim, length)) is not None]
+    dims = [dim for tensor in tensors if (dim := tokens_of(tensor, seq_dim, length)) is not None]
     if len(dims) < len(tensors) or dims[0] == -1:
         return None
     sizes = _choose_sizes(most, sizes_of(step.stage.modules))
@@ -100,7 +100,7 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
 
 
-def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
+def tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
     """Returns the token dimension of a tensor; -1: no tokens; None: several dimensions may be the tokens'."""
     if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length:
         return seq_dim
