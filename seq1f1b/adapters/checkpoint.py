@@ -120,7 +120,7 @@ class PipelineState:
         return {"model": model, "optimizer": optimizer, "shapes": json.dumps(self._shapes, sort_keys=True)}
 
     def _live(self) -> dict[str, Any]:
-        """Returns state and options of the optimizers by name."""
+        """Returns the optimizers' own tensors and options by DCP's names; of a tied parameter, the first copy's."""
         live: dict[str, Any] = {}
         for name, ((parameter, group, state), *_) in self._optimized().items():
             for key, value in state.get(parameter, {}).items():

@@ -42,8 +42,8 @@ class CostModel:
         source: source of the seconds of units: the parts, or :meth:`measured` units.
     Raises:
         ValueError: a degree below 1, or a degree that does not divide the heads, experts or replicas; layers that do
-            not sum to the model's, documents that do not sum to the sequence, an unknown ``inside``; a profile of
-            another model, or without a measurement for the layout.
+            not sum to the model's, documents that do not sum to the sequence, an unknown ``layout.inside``; a profile
+            of another model, or without a measurement for the layout.
     """
 
     def __init__(
@@ -354,8 +354,8 @@ class Price:
         return most
 
     def least_bytes(self) -> float:
-        """Returns a lower bound of the peak of every order: weights and one micro-batch, or the largest path of a tree,
-        mean over the ranks."""
+        """Returns a lower bound of the fullest rank's peak under orders that neither recompute nor move units: the mean
+        over the ranks of weights, their training, and activations of the longest micro-batch, or path of a tree."""
         cost, hw = self.cost, self.cost.hardware
         (static,) = _state_bytes(cost, [range(cost.num_stages)])
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]

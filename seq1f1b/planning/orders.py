@@ -191,12 +191,13 @@ class Orders(NamedTuple):
         return min(tried, key=self._place)
 
     def with_remedies(self, first: BuiltOrder | None = None) -> BuiltOrder:
-        """Returns the order of a family with a cap in bytes, with units that recompute or move.
+        """Returns the fastest order that fits, with units that recompute or move, for a family whose option is a cap in
+        bytes; if none fits, the order that holds least.
 
-        Tries orders that hold more or fewer micro-batches, makes each fit, and takes the fastest. The fastest is then
-        searched for again, with the seconds of recomputation in the costs.
+        Tries orders that hold more or fewer micro-batches, and makes each fit. The fastest is then searched for again,
+        with the seconds of recomputation in the costs.
 
-        first: the order of a first look, ``is_quick``, at equal units.
+        first: an order of equal units, from a search with ``is_quick``.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
         tried = [] if first is None else [(self._place(first), first)]

@@ -192,7 +192,7 @@ class StepRow(NamedTuple):
         return tuple(part[0] if len(part) == 1 else part for part in self.parts)
 
     def packed(self, lengths: Sequence[int]) -> PackedRow:
-        """Returns the row in the form of ``CostModel.price_rows``."""
+        """Returns the row as ``CostModel.price_rows`` takes it. lengths: tokens of each document of the step."""
         sizes = tuple(map(sum, self.parts))
         documents = tuple(lengths[i] for i in self.documents)
         return PackedRow(documents, sizes, self.parents, None if self.parents is None else self.parts)

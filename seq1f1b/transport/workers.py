@@ -44,7 +44,7 @@ class Worker:
         self._thread.start()
 
     def put(self, task: Callable[[], Any]) -> queue.SimpleQueue[Any]:
-        """Gives the thread a task. Returns the queue of its answer: a pair of result and error."""
+        """Gives the thread a task. Returns a queue for the task's answer, (result, None) or (None, error)."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks.put((task, answer))
         return answer
