@@ -10,10 +10,11 @@ import re
 import pytest
 import torch
 from core_extension import core
+from processes import run_fresh_processes
 from simulated_step import SimulatedStep
 from torch import Tensor
 
-from seq1f1b import _C
+from seq1f1b import _C, Loss, PipelineEngine
 from seq1f1b.attention.causal import causal_attention, layer_handle
 
 SIZES = [3, 2, 1]
@@ -258,14 +259,7 @@ def test_bytes_are_those_of_the_plan(v_head_dim: int) -> None:
 @pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory: resident says nothing"
 )
-@pytest.mark.parametrize("tokens", [8192, 4096])
-def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int):
-    """8 MiB of K and as much of V, dK and dV: after a step no more than the pages at segment borders stay resident.
-
-    Those of a shorter sequence stay, for its attention would take little longer than the page faults.
-    """
-    import seq1f1b
-
+def resident_slabs(rank: int, world: int, tokens: int) -> None:
     def resident() -> int:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what torch's tensors left in the heap
@@ -279,16 +273,16 @@ def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(t
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q = x * self.scale
-            return seq1f1b.causal_attention(q, q, q, layer=0, window=64)  # whose memory is that of a whole one
+            return causal_attention(q, q, q, layer=0, window=64)  # whose memory is that of a whole one
 
     x = torch.randn(1, 8192 // tokens, tokens, 256)
-    engine = seq1f1b.PipelineEngine(
+    engine = PipelineEngine(
         Attends(),
         num_microbatches=1,
         num_segments=8,
         seq_dim=2,
         loss_fn=lambda o, t: o.sum(),
-        loss=seq1f1b.Loss(reduction="sum"),
+        loss=Loss(reduction="sum"),
     )
     engine.step(x, target=x)
     before = resident()
@@ -307,3 +301,10 @@ def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(t
         before = after
         del engine
         assert before - resident() > 28 << 20  # all were resident
+
+
+@pytest.mark.parametrize("tokens", [8192, 4096])
+def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int):
+    """In a fresh process, 8 MiB of K, V, dK and dV each: after a step no more than the pages at segment borders stay.
+    Those of a shorter sequence stay, for its attention would take little longer than the page faults."""
+    run_fresh_processes(1, resident_slabs, tokens)
