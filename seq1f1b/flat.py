@@ -156,12 +156,12 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> tuple[array[int] | None, ...]:
     """Returns tables of bytes: each holding, messages, and statistics of the vocabulary; None for a table of zeros."""
-
-    def table(name: str, per: int, given: Any) -> array[int] | None:
-        is_nothing = given is None or (given.__class__ is int and given == 0)
-        return None if is_nothing else flat(order, name, per, given, "q")
-
-    tables = [table(row.name, row.per, getattr(memory, row.name)) for row in HOLDINGS]
+    given = [(row.name, row.per, getattr(memory, row.name)) for row in HOLDINGS]
+    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in ("message_bytes", "statistics_bytes")]
+    tables = [
+        None if held is None or (held.__class__ is int and held == 0) else flat(order, name, per, held, "q")
+        for name, per, held in given
+    ]
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[:2] = None, activations
@@ -171,9 +171,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> tuple[array
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
-    names = ("message_bytes", "statistics_bytes")
-    messages = [table(name, _C.PER_SEGMENT, getattr(links, name)) for name in names]
-    return *(each if each is not None and any(each) else None for each in tables), *messages
+    return *(each if each is not None and any(each) else None for each in tables[:-2]), *tables[-2:]
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
