@@ -25,14 +25,13 @@ __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
 class _SegmentSchedule:
-    """The common part of both schedules: a step's micro-batches in a :class:`seq1f1b.PipelineEngine`.
-
-    Torch's ``step`` and ``eval`` split the batch, call ``_step_microbatches``, and merge the outputs.
-    """
+    """The common part of both schedules: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
 
     _n_microbatches: int
     _loss_fn: Callable[..., Tensor] | None
     _has_backward: bool
+    _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
+    _merge_outputs: Callable[[list[Any]], Any]
     _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _family: str  # default value of the engine's argument schedule
 
@@ -114,6 +113,53 @@ class _SegmentSchedule:
         if self._engine is not None:
             self._engine.close()
 
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs one step over the whole batch, called like the step of torch's schedules.
+
+        Args:
+            args, kwargs: the whole batch; args on the first stage's rank. Split into micro-batches along dimension 0
+                or by the chunk specs, then into segments along ``seq_dim``: all args, and kwargs by ``arg_rules``.
+            target: targets of the whole batch, on the last stage's rank.
+            losses: a list, filled with the M losses.
+            return_outputs: whether to keep the last stage's outputs; False saves memory.
+            loss_kwargs: keyword arguments of ``loss_fn``, given with every segment.
+            arg_mbs, kwarg_mbs, target_mbs: lists of M micro-batches, in place of args, kwargs and target.
+        Returns:
+            The last stage's output for the whole batch on its rank, None elsewhere.
+        """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError("step() computes gradients, which torch.no_grad() forbids: call eval() instead")
+        whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
+            if microbatches is not None and not (value is None or value in ((), {})):
+                raise ValueError(f"{name} stands for an argument of the whole batch: give one of the two")
+        split_args, split_kwargs = self._split_inputs(args, kwargs)
+        arg_mbs = split_args if arg_mbs is None else arg_mbs
+        kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
+        if target_mbs is None and target is not None:
+            target_mbs = list(torch.tensor_split(target, self._n_microbatches))
+        rows = self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        return self._merge_outputs(rows) if rows is not None else None
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Runs forward only, without gradients; arguments as in ``step``."""
+        has_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = has_backward
+
     def _step_microbatches(
         self,
         arg_mbs: list[Any] | None = None,
@@ -122,8 +168,8 @@ class _SegmentSchedule:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Runs M micro-batches; leaves the losses in ``losses``, and requested outputs in the last stage."""
+    ) -> list[Any] | None:
+        """Returns the outputs of the M micro-batches, or None if not requested or on a rank without the last stage."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         engine = self.engine
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
@@ -142,9 +188,7 @@ class _SegmentSchedule:
             )
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found
-        for stage in self._own_stages if rows is not None else ():
-            if stage.is_last:
-                stage.output_chunks = rows
+        return rows
 
 
 class ScheduleSeq1F1B(_SegmentSchedule, PipelineScheduleSingle):
@@ -153,9 +197,7 @@ class ScheduleSeq1F1B(_SegmentSchedule, PipelineScheduleSingle):
     ``n_segments=1`` gives 1F1B; losses and gradients equal ``Schedule1F1B``'s bit for bit, except for the rounding of
     1 / M: the backward starts from 1 / M here, while torch divides at the end. M may be below the number of stages.
     Torch's schedule also runs the module to infer shapes; this schedule runs the module in steps only, and takes
-    sequences of any length in each step. Torch's ``step`` and ``eval`` split the whole batch along dimension 0 or by
-    the chunk specs; each micro-batch is then cut into segments along ``seq_dim``: all args, and kwargs by
-    ``arg_rules``. From torch 2.13 on, ``step`` takes ``loss_kwargs`` for ``loss_fn``.
+    sequences of any length in each step.
 
     Args:
         stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: arguments of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -171,17 +170,22 @@ def with_kwargs(rank: int, world: int, k: int) -> None:
         n_segments=k, arg_rules=rules if k > 1 else None,
     )  # fmt: skip
     args, target = roles(rank, world, tokens, target)
-    schedule.step(*args, target=target, bias=bias, shift=shift, factor=0.5, **FACTOR)
+    schedule.step(*args, target=target, loss_kwargs={"factor": 3.0}, bias=bias, shift=shift, factor=0.5)
     want = gradients(wholes[rank])
     torch.testing.assert_close(gradients(module), want, rtol=1e-9, atol=1e-11)
 
+    module.zero_grad()  # the same as lists of micro-batches
+    kwarg_mbs = [{"bias": b, "shift": s, "factor": 0.5} for b, s in zip(bias.chunk(M), shift.chunk(M), strict=True)]
+    schedule.step(
+        arg_mbs=[(t,) for t in tokens.chunk(M)] if args else None,
+        kwarg_mbs=kwarg_mbs,
+        target_mbs=None if target is None else list(target.chunk(M)),
+        loss_kwargs={"factor": 3.0},
+    )
+    torch.testing.assert_close(gradients(module), want, rtol=1e-9, atol=1e-11)
 
-FACTOR: dict[str, Any] = {"loss_kwargs": {"factor": 3.0}}
-if "loss_kwargs" not in inspect.signature(Schedule1F1B.step).parameters:  # of torch 2.13
-    FACTOR = {}
 
-
-def weighted(output: Tensor, target: Tensor, factor: float = 1.0 if FACTOR else 3.0) -> Tensor:
+def weighted(output: Tensor, target: Tensor, factor: float) -> Tensor:
     return factor * F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -204,17 +208,23 @@ def accumulated(rank: int, world: int, variants: list[tuple[int, torch.dtype, st
         names = {id(p): name for module in modules for name, p in module.named_parameters()}
         steps = [batch(config, M, 12, seed=seed) for seed in (1, 2, 3)]
         generator = torch.Generator().manual_seed(rank)
-        given = parameters[:: {"own": 1, "some": 2}[before]]  # the others have none
-        start = {id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) for p in given}
+        start: dict[int, Tensor] = {}
+        if before == "zeros":
+            start = {id(p): torch.zeros_like(p) for p in parameters}
+        elif before in ("own", "some"):  # some have none
+            given = parameters[:: 1 if before == "own" else 2]
+            start = {id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) for p in given}
         for p in parameters:
             p.grad = start[id(p)].clone() if id(p) in start else None
         objects = [p.grad for p in parameters]
         whole = whole_model(config)
         whole.load_state_dict(model.state_dict())
         want = {name: torch.zeros_like(p) for name, p in whole.named_parameters()}
+        first: list[Tensor] = []
         for tokens, target in steps:
             args, own_target = roles(rank, world, tokens, target)
             schedule.step(*args, target=own_target)
+            first = first or [p.grad.clone() for p in parameters]
             whole_results(config, whole, tokens, target, M)
             for name, gradient in gradients(whole).items():
                 want[name] += gradient
@@ -224,11 +234,20 @@ def accumulated(rank: int, world: int, variants: list[tuple[int, torch.dtype, st
             assert (p.grad.double() - expected).norm() <= limit * expected.norm().clamp(min=1.0), (names[id(p)], before)
         assert all(p.grad is old for p, old in zip(parameters, objects, strict=True) if old is not None)
         assert all(p.grad.dtype == dtype for p in parameters)
+        if before in ("none", "zeros"):  # the first step is bit-equal in both
+            for p in parameters:
+                p.grad = None
+            tokens, target = steps[0]
+            args, own_target = roles(rank, world, tokens, target)
+            schedule.step(*args, target=own_target)
+            assert all(torch.equal(a, p.grad) for a, p in zip(first, parameters, strict=True))
         schedule.close()
 
 
 def test_a_step_divides_only_what_it_adds():
     variants: list[tuple[int, torch.dtype, str, dict[str, Any]]] = [
+        (3, torch.float64, "none", {"n_segments": 3}),
+        (5, torch.float32, "zeros", {}),
         (4, torch.float64, "some", {"n_segments": 2, "schedule": FILLED}),
         (3, torch.bfloat16, "own", {"n_segments": 3}),
         (3, torch.float32, "some", {"n_segments": 2, "kind": ScheduleSeqInterleaved1F1B}),
@@ -265,6 +284,10 @@ def refusals(rank: int, world: int) -> None:
     schedule = ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2)
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"call eval\(\)"):
         schedule.step(tokens, target=target)
+    with pytest.raises(ValueError, match="arg_mbs stands for an argument of the whole batch"):
+        schedule.step(tokens, arg_mbs=[(tokens,), (tokens,)], target=target)
+    with pytest.raises(ValueError, match="Expecting 2 arg_mbs but got 1"):
+        schedule.step(arg_mbs=[(tokens,)], target=target)
     counts = {"num_ranks": 1, "num_microbatches": 2, "num_segments": 3, "parents": [[-1, 0, 0]] * 2}
     trees = build_schedule("seq1f1b", **counts)
     for error, message, options in (
