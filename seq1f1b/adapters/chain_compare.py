@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import RefusedCode
-from seq1f1b.checks.by_values import Look, Sample, tokens_of
+from seq1f1b.checks.by_values import Look, Sample, choose_sizes, tokens_of
+from seq1f1b.checks.watch import sizes_of
 from seq1f1b.engine.findings import STATE
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
@@ -209,8 +210,8 @@ def _check_segments(whose: str, stage: Any, args: tuple[Any, ...], kwargs: Mappi
     dims = [dim for tensor in tensors_of(values) if (dim := tokens_of(tensor, 1, length)) is not None]
     if len(dims) < len(tensors_of(values)):
         return
-    first = length - max(1, 3 * length // 8)
-    found = Look(stage, Sample(values, dims, (first, length - first)), shares_generators=False).findings()
+    sample = Sample(values, dims, choose_sizes(length, sizes_of([stage.module])))
+    found = Look(stage, sample, shares_generators=False).findings()
     for finding in found or ():
         if finding.cause == STATE and ", itself (" in finding.place:  # in a block, the first step tells
             raise RefusedCode(f"{whose} would compute other values in segments: {finding}")

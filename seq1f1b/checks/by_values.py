@@ -93,7 +93,7 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     dims = [dim for tensor in tensors if (dim := tokens_of(tensor, seq_dim, length)) is not None]
     if len(dims) < len(tensors) or dims[0] == -1:
         return None
-    sizes = _choose_sizes(most, sizes_of(step.stage.modules))
+    sizes = choose_sizes(most, sizes_of(step.stage.modules))
     rows = tensors[0].shape[_row_of(tensors[0], dims[0])]
     pairs = enumerate(zip(tensors, dims, strict=True))
     taken = iter([_taken(tensor.detach(), dim, rows, sizes, is_first=i == 0) for i, (tensor, dim) in pairs])
@@ -128,7 +128,7 @@ def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_fi
     return _varied(tokens, dim) if is_first else tokens
 
 
-def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
+def choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
     """Returns the tokens of two unequal segments; if possible, both sizes and their sum are not in ``taken``."""
     unwanted = taken | {_ROWS}
     for length in range(most, max(2, most // 2), -1):

@@ -105,7 +105,7 @@ def apart(device: torch.device) -> Iterator[None]:
     """Surrounds a check: no gradients, no autocast, and a new stream, as earlier work may wait for another rank."""
     of_device = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), of_device:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # no types
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             yield
 

@@ -153,6 +153,10 @@ MOST_MERGED = 4
 matrix products in 16 bits, and it grows with the root of their number. More results are added up in float32."""
 
 
+Spans = Sequence[Sequence[tuple[int, int, int]]]
+"""The documents of a segment, by row of the batch: first key, first query and end of each, as tokens of the row."""
+
+
 class Options(NamedTuple):
     """Options of attention; window 0, softcap 0 and empty tensors turn an option off."""
 
@@ -165,6 +169,7 @@ class Options(NamedTuple):
     softcap: float
     place: PathRows = chain(0)  # place of the keys
     longest: int = 0  # most keys of a call before the own keys: see calls_of
+    spans: Spans = ()  # of the documents, for the way that takes each alone
 
 
 class BackwardArguments(NamedTuple):
@@ -432,9 +437,6 @@ def flash_backward(given: BackwardArguments) -> Gradients:
 
 # -- documents: flash over each document of each row, as over the last segment of a sequence of its own ----------------
 
-Spans = list[list[tuple[int, int, int]]]
-"""The documents of a segment, by row of the batch: first key, first query and end of each, as tokens of the row."""
-
 _remembered: dict[Any, tuple[StorageWeakRef, int, Spans | None]] = {}  # by the ids' memory; its version; documents
 
 
@@ -480,10 +482,8 @@ def _read_spans(key_docs: Tensor, tokens: int) -> Spans | None:
 
 
 def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    offset, spans = options.place.end - q.shape[2], spans_of(options.docs, options.key_docs)
-    assert spans is not None  # else another way was chosen
-    outs, sums = [], []
-    for row, of_row in enumerate(spans):
+    offset, outs, sums = options.place.end - q.shape[2], [], []
+    for row, of_row in enumerate(options.spans):
         own, every = q[row : row + 1], (keys[row : row + 1], values[row : row + 1])
         found = []
         for start, begin, end in of_row:
@@ -497,10 +497,8 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
 
 def documents_backward(given: BackwardArguments) -> Gradients:
     options, place = given.options, given.options.place
-    offset, spans = place.end - given.q.shape[2], spans_of(options.docs, options.key_docs)
-    assert spans is not None
-    rows: list[list[Tensor]] = []
-    for row, of_row in enumerate(spans):
+    offset, rows = place.end - given.q.shape[2], list[list[Tensor]]()
+    for row, of_row in enumerate(options.spans):
         parts: list[Gradients] = []
         for start, begin, end in of_row:
             tokens, size = slice(begin - offset, end - offset), end - start

@@ -305,8 +305,9 @@ def _backward(
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
     """Returns the way of a call, and the options with the range of keys for it."""
     name, longest = way(q, values.shape[3], options, operation), options.place.end
-    if name == "documents" and spans_of(options.docs, options.key_docs) is None:
-        name = "plain"
+    if name == "documents":
+        spans = spans_of(options.docs, options.key_docs)
+        name, options = ("plain", options) if spans is None else (name, options._replace(spans=spans))
     if name == "plain":
         longest = max(16, PLAIN_LOGITS // q.shape[:3].numel())
     elif operation == "attention_backward":

@@ -298,7 +298,7 @@ class Price:
     @cached_property
     def _held(self) -> tuple[Any, Any, Any]:
         """Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W."""
-        saved, kept, added = (np.ceil(table).astype(np.int64) for table in self.cost.parts.held(self._span.tokens))
+        saved, kept, added = map(_whole_bytes, self.cost.parts.held(self._span.tokens))
         if self.cost.layout.copies_prefix:  # the last copy has all keys
             saved[:, -1] += _whole_bytes(self.cost.parts.cached(self.cost.seq_len)[0])
         return saved, kept, added
