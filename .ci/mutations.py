@@ -35,7 +35,7 @@ MUTATIONS = {
         file="csrc/core/unit.c",
         line="{B | I, RECOMPUTED,",
         instead="{I, RECOMPUTED,",
-        tests="tests/core/test_orders_that_give_up.py",
+        tests="tests/core/test_schedule.py",
     ),
     "one place too few, counted by time": Mutation(
         ring="core",

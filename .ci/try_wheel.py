@@ -37,7 +37,7 @@ PURE = (
 )  # in plain Python, for any machine
 CORE_TESTS = (
     *("core/test_schedule.py", "core/test_schedule_text.py", "core/test_fit.py", "core/test_orders_that_give_up.py"),
-    "schedules/test_rounds.py",
+    "schedules/test_families.py",
 )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from seq1f1b import Costs, Links, Noise, Schedule, build_schedule
+from seq1f1b import Schedule, build_schedule
 from seq1f1b.schedule import StepMemory
 
 COUNTS = {"num_ranks": 3, "num_microbatches": 4, "num_segments": 2}
@@ -43,23 +43,6 @@ def test_orders_that_differ_in_them_are_not_equal() -> None:
     assert order == build() == others[2].replace(prefetch=None, weights="planned")
     assert order.to_text() == others[2].to_text()  # which does not hold them
     assert Schedule.from_text(order.to_text()) == order
-
-
-def test_they_count_in_times_and_bytes() -> None:
-    order = build_schedule("zb-h1", num_ranks=4, num_microbatches=8)
-    few, many = (order.replace(prefetch=places) for places in (0, 8))
-    slow = [[1.0], [1.0], [1.0], [3.0]]
-    assert (
-        many.simulate(Costs(slow, 2.0, 1.0, links=Links(latency=0.5))).makespan
-        < few.simulate(Costs(slow, 2.0, 1.0, links=Links(latency=0.5))).makespan
-    )
-    held = [
-        max(each.peak_memory(StepMemory(), costs=Costs(links=Links(message_bytes=3))).receive) for each in (few, many)
-    ]
-    assert held[0] < held[1]
-    noise = Noise(jitter=0.5, seed=3)
-    filled = many.replace(weights="fill").simulate(noise=noise).makespan
-    assert filled < many.simulate(noise=noise).makespan
 
 
 @pytest.mark.parametrize(

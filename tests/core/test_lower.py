@@ -260,13 +260,3 @@ def test_messages_used_late_take_the_places_they_need() -> None:
     lowered = Lowered(schedule, 0)
     assert lowered.places() == {(0, 1): 4}
     replay(lowered, max)
-
-
-def test_arguments_out_of_range() -> None:
-    handle = _C.program_lower(build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_segments=3).handle, 1)
-    for call in (_C.program_stage_peak, core.program_instructions):
-        for index in (-1, 2):
-            with pytest.raises(ValueError, match=f"is {index}, must be in 0..1"):
-                call(handle, index)
-    with pytest.raises(TypeError, match=r"expected a seq1f1b\.program handle"):
-        edges_of(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)

@@ -11,30 +11,6 @@ from orders import random_order, small_schedule, with_moves, with_recomputation
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
 
 
-def test_r_anywhere_between_forward_and_backward() -> None:
-    """Every other place on the rank breaks a rule that names the unit."""
-    rng = random.Random(7)
-    kept = broken = 0
-    for _ in range(60):
-        order = with_recomputation(random_order(rng), rng)
-        order.check()
-        for rank, units in enumerate(order.ranks):
-            for again in [unit for unit in units if unit.kind == "R"]:
-                others = [unit for unit in units if unit != again]
-                i = rng.randrange(len(others) + 1)
-                ranks = [list(each) for each in order.ranks]
-                ranks[rank] = [*others[:i], again, *others[i:]]
-                back = next(u for u in others if u.kind in "BI" and u[1:] == again[1:])
-                if others.index(again._replace(kind="F")) < i <= others.index(back):
-                    kept += 1
-                    Schedule(ranks).check()
-                else:
-                    broken += 1
-                    with pytest.raises(ScheduleError, match=f"{again}"):
-                        Schedule(ranks).check()
-    assert kept > 20 and broken > 20
-
-
 def test_a_recomputed_unit_is_live_from_its_r_on() -> None:
     order = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2, recompute="all")
     order.check(max_live_units=1)

@@ -107,20 +107,6 @@ def test_a_link_takes_its_latency_and_the_time_of_the_longest_message() -> None:
     assert by_slow.places == by_sums.places != order.places
 
 
-def test_an_order_that_goes_back_has_few_places() -> None:
-    """A message that waits belongs to a unit that its sender holds, or its receiver where it is a gradient."""
-    rng = random.Random(9)
-    for schedule in orders(rng, 3):
-        if not {"B", "I"} & schedule.kinds:
-            continue
-        order = schedule.replace(costs=random_costs(rng, schedule))
-        program = _C.program_lower(schedule.handle, 0)
-        live = [_C.program_stage_peak(program, stage)[0] for stage in range(schedule.num_stages)]
-        for places, edge in zip(order.places, edges_of(program), strict=True):
-            held = live[edge.destination_stage] + (0 if edge.channel else live[edge.source_stage])
-            assert places <= held + 1
-
-
 # The number of places at first, and what of them broke cycles: with few of them an edge once got more than with many.
 CASES = [
     (P, M, k, v) for P, M, k, v in itertools.product((2, 4, 8), (1, 2, 4, 8), (8, 16, 32), (2, 4))

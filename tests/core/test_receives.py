@@ -149,15 +149,3 @@ def test_random_orders() -> None:
             if schedule is not None:
                 check(schedule, rng, (0, 1))
                 check(schedule.forward_only(), rng, (1,))
-
-
-def test_receives_just_before_their_use_would_block() -> None:
-    """What the placing is for, and that the model sees it: 1F1B sends both ways between two ranks."""
-    ranks, edges = programs(small_schedule("1f1b", 2, 4, 1), receives=False)
-    late = [
-        [i for op, *rest in rank for i in ([("RECEIVE", *rest), ("WAIT", *rest)] if op == "WAIT" else [(op, *rest)])]
-        for rank in ranks
-    ]
-    assert Machine(late, edges, 2, 0.0, random.Random(0)).run() is None
-    stuck = Machine(late, edges, 1, 0.0, random.Random(0)).run()
-    assert stuck is not None and "SEND" in stuck

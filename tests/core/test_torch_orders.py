@@ -1,4 +1,4 @@
-"""Do torch's own checker, lowering and dry run accept our orders, and agree with ours about their messages?
+"""Do torch's own checker, lowering and dry run accept our orders?
 
 An order goes to torch with the flat index m k + s in place of the micro-batch. Torch knows no segments: that they go
 forward ascending and back descending is for our check alone.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_extension import core
 from orders import random_order
 from slices import full_only
 
-from seq1f1b import _C, Schedule, ScheduleError, build_schedule, schedules
+from seq1f1b import Schedule, build_schedule, schedules
 from seq1f1b.schedule import families
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="needs torch")
@@ -60,8 +58,9 @@ def torch_lowers(schedule: Schedule) -> dict[int, list[Any]]:
     return torch_schedules._add_send_recv(actions, schedule.rank_of_stage.__getitem__, S)
 
 
-def torch_runs(schedule: Schedule, lowered: dict[int, list[Any]]) -> None:
+def check(schedule: Schedule) -> None:
     """Torch's dry run, which knows no cells of two units, ends with every action in it."""
+    lowered = torch_lowers(schedule)
     lowered = {
         rank: [part for action in actions for part in action.sub_actions or [action]]
         for rank, actions in lowered.items()
@@ -71,37 +70,6 @@ def torch_runs(schedule: Schedule, lowered: dict[int, list[Any]]) -> None:
         assert [action for action in steps[rank] if action is not None] == actions
 
 
-def messages_of_torch(lowered: dict[int, list[Any]], which: str) -> dict[tuple[int, int], list[int]]:
-    """Flat indices of each directed edge, (source stage, destination stage), in the order of one of its ends."""
-    steps = {"SEND_F": (0, 1), "SEND_B": (0, -1), "RECV_F": (-1, 0), "RECV_B": (1, 0)}
-    edges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for action in itertools.chain(*lowered.values()):
-        kind = action.computation_type.value
-        if kind.startswith(which):
-            source, destination = steps[kind]
-            edges[action.stage_index + source, action.stage_index + destination].append(action.microbatch_index)
-    return dict(edges)
-
-
-def messages_of_ours(schedule: Schedule) -> dict[tuple[int, int], list[int]]:
-    program = _C.program_lower(schedule.handle, 1)
-    ends = [edge[:2] for edge in _C.program_edges(program)]
-    edges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank in range(schedule.num_ranks):
-        for opcode, edge, (_, _, microbatch, segment), *_ in core.program_instructions(program, rank):
-            if _C.OPCODES[opcode] == "SEND":
-                edges[ends[edge]].append(microbatch * schedule.num_segments + segment)
-    return dict(edges)
-
-
-def check(schedule: Schedule, case: object) -> None:
-    lowered = torch_lowers(schedule)
-    torch_runs(schedule, lowered)
-    ours = messages_of_ours(schedule)
-    assert messages_of_torch(lowered, "SEND") == ours, case
-    assert messages_of_torch(lowered, "RECV") == ours, case
-
-
 @pytest.mark.parametrize("most", [20, *full_only((10**6,))])
 @pytest.mark.parametrize("name", schedules())
 def test_grid(name: str, most: int) -> None:
@@ -109,7 +77,7 @@ def test_grid(name: str, most: int) -> None:
     cases = list(small_counts(name))
     assert cases
     for counts in cases[:: len(cases) // most + 1]:
-        check(build_schedule(name, **counts), (name, counts))
+        check(build_schedule(name, **counts))
 
 
 def test_random_orders_in_both_placements() -> None:
@@ -120,7 +88,7 @@ def test_random_orders_in_both_placements() -> None:
         schedule = random_order(rng)
         if all(unit.kind == "F" for unit in schedule.ranks[0]):
             continue
-        check(schedule, schedule.to_text())
+        check(schedule)
         placements.add((schedule.rank_of_stage, schedule.ranks[0][-1].kind))
     assert {((0, 1, 1, 0), "W"), ((0, 1, 0, 1), "W"), ((0, 1, 1, 0), "B"), ((0, 1, 0, 1), "B")} <= placements
 
@@ -149,33 +117,3 @@ def test_dualpipev_is_what_torch_builds() -> None:
         lines = [",".join(map(str, theirs._calculate_single_rank_operations(rank))) for rank in range(P)]
         ours = build_schedule("dualpipev", num_ranks=P, num_microbatches=M, stages_per_rank=2)
         assert Schedule.from_csv("\n".join(lines), num_segments=1) == ours, (P, M)
-
-
-def test_we_refuse_what_torch_refuses_and_more() -> None:
-    """Orders with two units exchanged: no refusal of torch's passes our check, and segments are our own affair."""
-    rng = random.Random(3)
-    both, ours_alone = 0, 0
-    while both < 40 or ours_alone < 40:
-        ranks = [list(order) for order in random_order(rng).ranks]
-        if all(unit.kind == "F" for unit in ranks[0]):
-            continue
-        order = rng.choice(ranks)
-        i = rng.randrange(len(order) - 1)
-        order[i], order[i + 1] = order[i + 1], order[i]
-        schedule = Schedule(ranks)
-        try:
-            torch_runs(schedule, torch_lowers(schedule))
-            torch_accepts = True
-        except (
-            AssertionError,
-            ValueError,
-            IndexError,
-        ):  # the last where its message fails over ranks of unequal length
-            torch_accepts = False
-        try:
-            schedule.check()
-        except ScheduleError:
-            both += not torch_accepts
-            ours_alone += torch_accepts
-        else:
-            assert torch_accepts, schedule.to_text()

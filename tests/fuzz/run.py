@@ -26,6 +26,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from seq1f1b.table import table_text
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CORPUS = HERE / "corpus"
@@ -143,18 +145,6 @@ def fuzz(target: str, programs: dict[str, Path], work: Path, inputs: int, python
     return (*row, "0" if code == 0 else f"1: see {artifacts.name}* and {target}.log")
 
 
-def table_of(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in [HEAD, *rows]) for i in range(len(HEAD) - 1)]
-    lines = []
-    for row in [HEAD, *rows]:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join([*cells, row[-1]]))
-    return "\n".join(lines)
-
-
 def has_atheris() -> bool:
     return importlib.util.find_spec("atheris") is not None
 
@@ -200,10 +190,10 @@ def run_fuzzers(targets: list[str], work: Path, options: argparse.Namespace) -> 
         rows = list(
             pool.map(lambda target: fuzz(target, programs, work, options.inputs, options.python_seconds), targets)
         )
-    text = table_of(rows)
-    print(text)
+    text = table_text([HEAD, *rows])
+    print(text, end="")
     if options.out is not None:
-        options.out.write_text(f"{header_of(targets)}\n\n{text}\n")
+        options.out.write_text(f"{header_of(targets)}\n\n{text}")
     return sum(row[-1] != "0" for row in rows)
 
 

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from exact_cases import chosen_cases, counts_of, options_of, read_cases
 from test_auto import makespan
 
-from seq1f1b import Schedule, ScheduleError, Unit, build_schedule
+from seq1f1b import build_schedule
 from seq1f1b.schedule import StepMemory
 
 CASES = read_cases()
 
 
-def test_the_file_holds_the_cases_of_its_rule() -> None:
+def test_gap_of_auto() -> None:
+    """Over the cases whose optimum is proved: mean below 2 %, worst below 8 %; never below the solver's bound."""
     assert [{name: case[name] for name in chosen} for case, chosen in zip(CASES, chosen_cases(), strict=True)] == (
         chosen_cases()
     )
-    assert len(CASES) >= 100
-    values: dict[str, set[Any]] = {name: {case[name] for case in CASES} for name in chosen_cases()[0]}
-    assert values["num_ranks"] == set(range(2, 9)) and values["num_segments"] == {1, 2, 4}
-    assert values["placement"] == {"loop", "v"} and values["costs"] == {"equal", "32k", "128k", "slow"}
-    assert values["cap"] == {"least", "middle", "none"} and values["transfer"] == {0, 0.25}
-    assert all(
-        {1, 2, P, 2 * P} >= {case["num_microbatches"] for case in CASES if case["num_ranks"] == P} for P in range(9)
-    )
-    assert all(case["proved"] == (case["bound"] == case["makespan"]) for case in CASES)
-    assert sum(not case["proved"] for case in CASES) <= 0.1 * len(CASES)
-
-
-def test_gap_of_auto() -> None:
-    """Over the cases whose optimum is proved: mean below 2 %, worst below 8 %; never below the solver's bound."""
     gaps = []
     for case in CASES:
         options = options_of(case)
@@ -78,46 +62,3 @@ def test_known_optima(counts: tuple[int, int, int, int], options: dict[str, Any]
     found.schedule.check(max_live_units=options.get("cap"))
     assert (found.makespan, found.bound, found.proved) == (optimum, optimum, True)
     assert makespan(found.schedule, {"costs": (1, 1, 1)} | options) == optimum
-
-
-def rank_orders(left: list[Unit]) -> Iterator[list[Unit]]:
-    """Every order of the units of one rank that keeps the rules between units of one stage."""
-    if not left:
-        yield []
-    for unit in left:
-        earlier = {"F": "", "I": "F", "W": "FI"}[unit.kind]
-        if not any(
-            other[1:3] == unit[1:3]
-            and (
-                (other.kind in earlier and (unit.kind != "W" or other.segment == unit.segment))
-                or (other.kind == unit.kind == "F" and other.segment < unit.segment)
-                or (other.kind == unit.kind == "I" and other.segment > unit.segment)
-            )
-            for other in left
-        ):
-            yield from ([unit, *rest] for rest in rank_orders([other for other in left if other != unit]))
-
-
-@pytest.mark.parametrize(("P", "M", "k", "v"), [(2, 2, 1, 1), (3, 2, 1, 1), (2, 1, 2, 1), (3, 1, 2, 1), (2, 1, 1, 2)])
-def test_no_order_at_all_is_shorter(P: int, M: int, k: int, v: int) -> None:
-    """Against every order there is, micro-batches out of turn included."""
-    rng = random.Random(P * 100 + M * 10 + k)
-    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
-    for cap in (v * k, v * k * M):
-        costs = [[[rng.randint(1, 9) for _ in range(k)] for _ in range(P * v)] for _ in range(3)]
-        options = {"costs": costs, "transfer": rng.randint(0, 4), "cap": cap, "placement": "v"}
-        found = solve(**counts, options=options, seconds=60)
-        units = [Unit(*unit) for unit in itertools.product("FIW", range(P * v), range(M), range(k))]
-        place = found.schedule.rank_of_stage
-        shortest = float("inf")
-        for orders in itertools.product(
-            *(list(rank_orders([unit for unit in units if place[unit.stage] == rank])) for rank in range(P))
-        ):
-            schedule = Schedule(orders)
-            try:
-                schedule.check(max_live_units=cap)
-            except ScheduleError:
-                continue
-            shortest = min(shortest, makespan(schedule, options))
-        assert (found.makespan, found.proved) == (shortest, True)
-        assert makespan(build_schedule("auto", **counts, options=options), options) >= shortest

@@ -49,6 +49,7 @@ ROUND = "k * ceil(M / (M // ceil(P / k)))"
 INTERLEAVED = f"min(v * M * k, (v - 1) * {ROUND} + 2 * (P - 1) + k)"
 WHOLE, INTERLEAVES = {"segments": (1, 2)}, {"stages": (2, 3, 4)}
 ONE, TWO, FEW, LESS = {"segments": (1,)}, {"stages": (2,)}, {"stages": (1, 2, 3, 4)}, {"stages": (2,), "at_most": True}
+SEGMENTS = {"rounds": "segments"}
 SPLIT_CLAIMS = [
     Claim("zb-h1", "M * k >= P - 1 + k", "(P - 1) / k", "P - 1 + k"),
     Claim("zb-h2", "M * k >= 2 * P - 2 + k", "(P - 1) / k", "2 * P - 2 + k", "0"),
@@ -74,6 +75,7 @@ CLAIMS = [
     *(replace(claim, name=f"seq-{claim.name}") for claim in SPLIT_CLAIMS),
     Claim("dualpipev", "M >= 2 * P and k == 1", "(P - 1) / 2", "2 * P + 1", **WHOLE, **TWO),  # (P - 1) F
     Claim("seq1f1b-interleaved", "M * k >= P", "3 * (P - 1) / (v * k)", INTERLEAVED, **INTERLEAVES),
+    Claim("seq1f1b-interleaved", "k >= P", "3 * (P - 1) / (v * k)", INTERLEAVED, options=SEGMENTS, **INTERLEAVES),
 ]
 
 
@@ -176,6 +178,23 @@ def test_extra_warmup_trades_memory_for_time() -> None:
     assert simulate(1) == (36 + 10.5, 7)
 
 
+@pytest.mark.parametrize(("P", "k", "v"), [(2, 4, 2), (4, 12, 3), (3, 8, 2), (4, 7, 2), (4, 4, 4)])
+def test_rounds_of_segments_need_few_places(P: int, k: int, v: int) -> None:
+    """As many units are held, and fewer messages wait. One place is enough if P divides k."""
+    counts = {"num_ranks": P, "num_microbatches": 3, "num_segments": k, "stages_per_rank": v}
+    plain = build_schedule("seq1f1b-interleaved", **counts)
+    rounds = build_schedule("seq1f1b-interleaved", **counts, options=SEGMENTS)
+    assert build_schedule("seq1f1b-interleaved", **counts, options={"rounds": "microbatches"}) == plain
+    assert (rounds == plain) == (k < 2 * P)
+    assert rounds.simulate().peak == plain.simulate().peak
+    assert sum(rounds.places) <= sum(plain.places) and (sum(rounds.places) < sum(plain.places) or k < 2 * P)
+    if k % P == 0:
+        assert rounds.replace(prefetch=1).simulate().makespan == 3 * (3 * v * k + P - 1)
+    forwards = [unit for unit in rounds.ranks[0] if unit.kind == "F" and unit.microbatch == 0]
+    sizes = [len(list(each)) for _, each in itertools.groupby(forwards, key=lambda unit: unit.stage)]
+    assert len(sizes) == v * (k // P) and min(sizes) >= P and max(sizes) - min(sizes) <= 1
+
+
 SPLIT = [name for name, family in FAMILIES.items() if "costs" in family.options]
 
 
@@ -203,16 +222,6 @@ def test_costs_never_make_an_order_worse(name: str) -> None:
     assert gained > 0 or name == "zb-h1"
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_one_number_per_pass_is_the_cost_of_every_unit(name: str) -> None:
-    counts = {"num_ranks": 2, "num_microbatches": 4, "stages_per_rank": FAMILIES[name].stages_per_rank}
-    rows = [[[cost]] * 2 * counts["stages_per_rank"] for cost in (10, 21, 3)]
-    assert build_schedule(name, **counts, options={"costs": (10, 21, 3)}) == build_schedule(
-        name, **counts, options={"costs": rows}
-    )
-    assert build_schedule(name, **counts, options={"costs": (2, 2, 2)}) == build_schedule(name, **counts)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -231,6 +240,7 @@ def test_one_number_per_pass_is_the_cost_of_every_unit(name: str) -> None:
             "costs of I must be a number or hold 2 x 1 values, one of each segment of each stage: it holds 1",
         ),
         ("zb-h1", {"cap": 0}, "cap is 0, must be at least 1"),
+        ("interleaved-1f1b", {"rounds": "units"}, "rounds is 'units', must be 'microbatches' or 'segments'"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
@@ -254,3 +264,9 @@ def test_the_broken_rule_of_an_option() -> None:
     assert FAMILIES["zb-h1"].broken_rule(num_ranks=4, num_microbatches=8, options={"cap": 3}) == "cap >= P - 1 + k"
     for least, rule in ((3, "round k >= P"), (9, "M >= round")):
         assert FAMILIES["interleaved-1f1b"].broken_rule(**counts, options={"round": least}) == rule
+    for change, more, rule in (
+        ({"num_segments": 3}, {}, "k >= P"),
+        ({"num_segments": 4}, {"round": 1}, "no round where rounds is 'segments'"),
+        ({"num_segments": 4, "stages_per_rank": 1}, {}, "v >= 2"),
+    ):
+        assert FAMILIES["seq1f1b-interleaved"].broken_rule(**counts | change, options=SEGMENTS | more) == rule

@@ -60,14 +60,6 @@ def test_every_family_builds_over_trees(family: Family, count: int) -> None:
     assert num_built > 0
 
 
-def test_a_cap_holds_over_trees() -> None:
-    rng = random.Random(2)
-    for _ in range(10):
-        trees = [random_parents(rng, 8) for _ in range(rng.randint(1, 3))]
-        P, cap = rng.randint(1, 3), max(map(len, trees)) + rng.randint(0, 3)
-        tree_order(P, trees, "auto", options={"cap": cap}).check(max_live_units=cap)
-
-
 # -- nested ------------------------------------------------------------------------------------------------------------
 
 

@@ -44,26 +44,19 @@ class Optimum:
 class _Problem:
     num_ranks: int
     num_microbatches: int
-    segments_of: tuple[int, ...]  # of every micro-batch
-    is_rows: bool  # costs are [stage][micro-batch][segment], else [stage][segment]; flat
+    num_segments: int
     rank_of_stage: tuple[int, ...]
-    costs: dict[str, list[int]]  # of F, I and W
+    costs: dict[str, list[int]]  # of F, I and W, flat [stage][segment]
     transfer: int
     unit_bytes: list[int]
     cap_bytes: list[int] | None  # [rank]
 
-    @property
-    def num_columns(self) -> int:
-        """Costs of one stage."""
-        return sum(self.segments_of) if self.is_rows else self.segments_of[0]
-
     def units(self) -> list[Unit]:
-        places = itertools.product("FIW", range(len(self.rank_of_stage)), range(self.num_microbatches))
-        return [Unit(kind, stage, m, s) for kind, stage, m in places for s in range(self.segments_of[m])]
+        stages, microbatches = range(len(self.rank_of_stage)), range(self.num_microbatches)
+        return [Unit(*unit) for unit in itertools.product("FIW", stages, microbatches, range(self.num_segments))]
 
     def cell(self, unit: Unit) -> int:
-        first = sum(self.segments_of[: unit.microbatch]) if self.is_rows else 0
-        return unit.stage * self.num_columns + first + unit.segment
+        return unit.stage * self.num_segments + unit.segment
 
     def cost(self, unit: Unit) -> int:
         return self.costs[unit.kind][self.cell(unit)]
@@ -74,14 +67,14 @@ class _Problem:
 
     def waits_for(self, unit: Unit) -> list[Unit]:
         """The units that must end before it starts, as the core has them; I stands for B."""
-        counts = (len(self.rank_of_stage), self.num_microbatches, self.segments_of[unit.microbatch])
+        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
         numbers = array("i", [_C.PASSES.index(unit.kind), *unit[1:]])
         return [unit_of(source) for source in _C.unit_inputs(*counts, 1, _PASSES, numbers, None)]
 
     def least_life(self, forward: Unit) -> int:
         """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""
         after = {forward: self.cost(forward)}
-        stages, segments = range(len(self.rank_of_stage)), range(self.segments_of[forward.microbatch])
+        stages, segments = range(len(self.rank_of_stage)), range(self.num_segments)
         forwards = [forward._replace(stage=i, segment=s) for i in stages for s in segments]
         inputs = [unit._replace(kind="I") for unit in reversed(forwards)]
         for unit in forwards + inputs:
@@ -95,7 +88,7 @@ def shortest_schedule(
     *,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int | Sequence[int] = 1,
+    num_segments: int = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
     start: Schedule | None = None,
@@ -105,8 +98,7 @@ def shortest_schedule(
     """Looks for the order of least makespan, and for the proof that it is.
 
     Times are those of :meth:`seq1f1b.Schedule.simulate` with a place for every message. Micro-batches are alike, so
-    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at. In an
-    order of rows, ``num_segments`` a sequence, they differ: every order is looked at.
+    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at.
 
     Args:
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
@@ -116,7 +108,6 @@ def shortest_schedule(
         seconds: time limit.
         workers: threads.
     Raises:
-        ValueError: an option is unknown or out of range.
         TimeoutError: no order was found in time; without ``start`` only.
     """
     from ortools.sat.python import cp_model
@@ -133,7 +124,7 @@ def shortest_schedule(
         model.add(begin[unit] + problem.cost(unit) <= makespan)
         for source in problem.waits_for(unit):
             model.add(begin[source] + problem.cost(source) + problem.lag(source, unit) <= begin[unit])
-        if unit.microbatch > 0 and not problem.is_rows:
+        if unit.microbatch > 0:
             before = unit._replace(microbatch=unit.microbatch - 1)
             model.add(begin[before] + problem.cost(before) <= begin[unit])
     for rank in range(num_ranks):
@@ -187,57 +178,28 @@ def _cap_memory(
 
 
 def _read(
-    num_ranks: int,
-    num_microbatches: int,
-    num_segments: int | Sequence[int],
-    stages_per_rank: int,
-    options: dict[str, Any],
+    num_ranks: int, num_microbatches: int, num_segments: int, stages_per_rank: int, options: dict[str, Any]
 ) -> _Problem:
     num_stages = num_ranks * stages_per_rank
-    rows = None if isinstance(num_segments, int) else tuple(num_segments)
-    segments_of = (num_segments,) * num_microbatches if isinstance(num_segments, int) else tuple(num_segments)
-    columns = (num_stages, max(segments_of), rows)
-    known = ("costs", "transfer", "placement", "cap", "unit_bytes", "cap_bytes")
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
-    placement = options.get("placement", "loop")
-    if placement not in ("loop", "v"):
-        raise ValueError(f"placement is {placement!r}, must be 'loop' or 'v'")
-    stages = range(num_stages)
-    loop = tuple(stage % num_ranks for stage in stages)
-    wave = tuple(
-        place if stage // num_ranks % 2 == 0 else num_ranks - 1 - place
-        for stage, place in zip(stages, loop, strict=True)
-    )
-    costs = {kind: _per_unit(cost, *columns) for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)}
-    transfer = options.get("transfer", 0)
-    if any(cost != int(cost) or cost < 1 for row in costs.values() for cost in row):
-        raise ValueError("costs must be whole numbers of at least 1: scale and round seconds")
-    if transfer != int(transfer) or transfer < 0:
-        raise ValueError(f"transfer is {transfer}, must be a whole number of at least 0: scale and round seconds")
+
+    def per_unit(values: Any) -> list[int]:
+        if not hasattr(values, "__len__"):
+            return [values] * (num_stages * num_segments)
+        return [value for row in values for value in row]
+
+    is_wave = options.get("placement") == "v"
+    turns = [divmod(stage, num_ranks) for stage in range(num_stages)]
     cap_bytes = options.get("cap_bytes", options.get("cap"))
-    if isinstance(cap_bytes, int):
-        cap_bytes = [cap_bytes] * num_ranks
     return _Problem(
         num_ranks,
         num_microbatches,
-        segments_of,
-        rows is not None,
-        loop if placement == "loop" else wave,
-        {kind: list(map(int, row)) for kind, row in costs.items()},
-        int(transfer),
-        _per_unit(options.get("unit_bytes", 1), *columns),
-        cap_bytes,
+        num_segments,
+        tuple(num_ranks - 1 - place if is_wave and turn % 2 else place for turn, place in turns),
+        {kind: per_unit(cost) for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)},
+        options.get("transfer", 0),
+        per_unit(options.get("unit_bytes", 1)),
+        [cap_bytes] * num_ranks if isinstance(cap_bytes, int) else cap_bytes,
     )
-
-
-def _per_unit(values: Any, num_stages: int, num_segments: int, rows: Sequence[int] | None = None) -> list[Any]:
-    """One value per (stage, segment), flat; with rows per (stage, micro-batch, segment)."""
-    if not hasattr(values, "__len__"):
-        return [values] * (num_stages * (num_segments if rows is None else sum(rows)))
-    flat = [value for row in values for value in row]
-    return flat if rows is None else [value for row in flat for value in row]
 
 
 def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
@@ -247,7 +209,7 @@ def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
     def durations(units: Sequence[Unit]) -> list[int]:
         return [costs[unit.kind][problem.cell(unit)] for unit in units]
 
-    places = sum(problem.segments_of)
+    places = problem.num_microbatches * problem.num_segments
     return schedule.replace(prefetch=places).simulate(
         Costs(links=Links(latency=problem.transfer)), durations=[durations(units) for units in schedule.ranks]
     )
@@ -261,9 +223,6 @@ def _starts(problem: _Problem, start: Schedule | None) -> tuple[dict[Unit, int],
     """When each unit of a given order starts, and its makespan; a B is an I, then a W."""
     if start is None:
         return None
-    counts = (start.num_ranks, start.segments_of, start.rank_of_stage)
-    if counts != (problem.num_ranks, problem.segments_of, problem.rank_of_stage):
-        raise ValueError("start must have the counts and the placement that are asked for")
     simulation = _simulate(problem, start)
     times: dict[Unit, int] = {}
     for unit, begin, _ in itertools.chain.from_iterable(simulation.timeline):
