@@ -11,7 +11,7 @@ from itertools import accumulate, islice, pairwise, product
 from types import EllipsisType
 from typing import Any
 
-from seq1f1b import _C
+from seq1f1b import _C, torch_csv
 from seq1f1b.families import Family, build_schedule, families, schedules
 from seq1f1b.flat import (
     HOLDINGS,
@@ -200,10 +200,15 @@ class Schedule:
     def __hash__(self) -> int:
         return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
 
-    def __reduce__(self) -> Any:
-        """Makes copies and pickles from the text; a first line marks an order of rows without trees."""
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Returns the text for copies and pickles; a first line marks an order of rows without trees."""
         rows = "parents" + " -" * self.num_microbatches + "\n" if self.rows is not None and self.parents is None else ""
-        return _from_pickle, (type(self), rows + self.to_text(), self.prefetch, self._times, self.fills)
+        return rows + self.to_text(), self.prefetch, self._times, self.fills
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        text, prefetch, times, fills = state
+        self._adopt(_C.schedule_from_text(text, 0))
+        self.prefetch, self._times, self.fills = prefetch, times, fills
 
     def __repr__(self) -> str:
         return (
@@ -416,8 +421,6 @@ class Schedule:
             ValueError: torch's CSV has no cells for the order, with recomputed or moved units, unequal micro-batches,
                 or trees of segments.
         """
-        from seq1f1b import torch_csv
-
         return torch_csv.to_csv(self)
 
     @classmethod
@@ -430,8 +433,6 @@ class Schedule:
         Raises:
             ValueError: names line and cell.
         """
-        from seq1f1b import torch_csv
-
         return cls(torch_csv.from_csv(text, num_segments), num_segments=num_segments)
 
     def simulate(
@@ -576,14 +577,6 @@ class Schedule:
         if self._lowered is None:
             self._lowered = _C.program_lower(self.handle, self.prefetch, False, _C.NO_RANK, self._times)
         return self._lowered
-
-
-def _from_pickle(
-    cls: type[Schedule], text: str, prefetch: int | None, times: array[float] | None, fills: bool
-) -> Schedule:
-    order = cls.from_text(text)
-    order.prefetch, order._times, order.fills = prefetch, times, fills
-    return order
 
 
 def check_units(name: str, units: object) -> None:
