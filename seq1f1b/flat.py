@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from seq1f1b.simulation import Costs, Links, StepMemory
 
 __all__ = [
-    "HOLDINGS",
     "MOST",
     "Counts",
-    "HeldBytes",
     "flat",
     "held_bytes",
+    "message_bytes",
     "numbers",
     "pass_seconds",
     "seconds_per_byte",
@@ -32,24 +31,6 @@ __all__ = [
 
 MOST = 2**31 - 1
 """Largest count that the core takes."""
-
-
-class HeldBytes(NamedTuple):
-    """A kind of bytes held by units: a field of :class:`seq1f1b.StepMemory`.
-
-    Attributes:
-        name: the field's name.
-        per: form of the table of bytes: ``_C.PER_STAGE``, ``PER_SEGMENT`` or ``PER_CELL``.
-        counts_with: number of the holding to whose peak the bytes count.
-    """
-
-    name: str
-    per: int
-    counts_with: int
-
-
-HOLDINGS = tuple(HeldBytes(*row) for row in _C.HOLDINGS)
-"""The position is the number of the holding in C."""
 
 
 class Counts(NamedTuple):
@@ -154,24 +135,27 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
     return array("d", (1.0 / value for value in given))
 
 
-def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> tuple[array[int] | None, ...]:
-    """Returns tables of bytes: each holding, messages, and statistics of the vocabulary; None for a table of zeros."""
-    given = [(row.name, row.per, getattr(memory, row.name)) for row in HOLDINGS]
-    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in ("message_bytes", "statistics_bytes")]
-    tables = [
-        None if held is None or (held.__class__ is int and held == 0) else flat(order, name, per, held, "q")
-        for name, per, held in given
-    ]
+def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
+    """Returns tables of bytes, one after another: each holding, messages, and statistics of the vocabulary."""
+    given = {name: getattr(memory, name) for name, _, _ in _C.HOLDINGS}
+    if given["kept_activations"] is None:
+        given["kept_activations"] = given["activations"]
+    tables = [flat(order, name, per, given[name], "q") for name, per, _ in _C.HOLDINGS]
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
-        tables[:2] = None, activations
-    elif kept is not None:
-        activations = tables[0] = array("q", bytes(8 * len(kept))) if activations is None else activations
+        tables[0] = array("q", bytes(8 * len(kept)))
+    else:
         for i, (all_of_it, part) in enumerate(zip(activations, kept, strict=True)):
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
-    return *(each if each is not None and any(each) else None for each in tables[:-2]), *tables[-2:]
+    return sum(tables, array("q")) + message_bytes(order, links)
+
+
+def message_bytes(order: Schedule, links: Links) -> array[int]:
+    """Returns tables of the bytes of messages, and of statistics of the vocabulary, one after another."""
+    names = ("message_bytes", "statistics_bytes")
+    return sum((flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q") for name in names), array("q"))
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:

@@ -14,10 +14,10 @@ from typing import Any
 from seq1f1b import _C, torch_csv
 from seq1f1b.families import Family, build_schedule, families, schedules
 from seq1f1b.flat import (
-    HOLDINGS,
     MOST,
     flat,
     held_bytes,
+    message_bytes,
     numbers,
     pass_seconds,
     seconds_per_byte,
@@ -193,7 +193,7 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule) or (self.prefetch, self.fills) != (other.prefetch, other.fills):
             return False
-        if not _C.schedule_equal(self.handle, other.handle):
+        if self.digest != other.digest or self.to_text() != other.to_text():
             return False
         return self._times == other._times or self.prefetch is not None or self.places == other.places
 
@@ -445,7 +445,6 @@ class Schedule:
         steps: int = 1,
         optimizer_sync: bool | None = None,
         critical: bool = False,
-        progress: Callable[[int], object] | None = None,
     ) -> Simulation:
         """Returns the start and end of every unit under the given times.
 
@@ -462,8 +461,6 @@ class Schedule:
             optimizer_sync: whether the optimizer waits for all ranks, for instance for a norm; needed with steps.
             critical: whether to find ``slack`` and ``critical_path``; refused with a tier that takes time, and for an
                 order that fills waits.
-            progress: called some times a second with the number of units that have run; an exception ends the
-                simulation.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
@@ -474,28 +471,20 @@ class Schedule:
         whole("seed", noise.seed, 0, 2**64 - 1)
         program, counts = self._lower(), self._num_units
         tier, links = flat(self, "tier", _C.PER_CELL, costs.tier), costs.links
-        [send] = numbers("send", "d", [links.send])
-        jitters = numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter])
+        seconds = pass_seconds(self, costs) + flat(self, "latency", _C.PER_PAIR, links.latency)
+        seconds += seconds_per_byte(self, links) + flat(self, "optimizer", _C.PER_RANK, costs.optimizer)
         makespan, period, span, busy, wait, times, path = _C.program_simulate(
             program,
-            (
-                pass_seconds(self, costs),
-                flat(self, "latency", _C.PER_PAIR, links.latency),
-                seconds_per_byte(self, links),
-                flat(self, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
-                flat(self, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
-                tier if any(tier) else None,
-                flat(self, "optimizer", _C.PER_RANK, costs.optimizer),
-                None if durations is None else unit_seconds(self, durations),
-            ),
-            send,
-            jitters,
+            seconds + numbers("send", "d", [links.send]),
+            message_bytes(self, links),
+            tier if any(tier) else None,
+            None if durations is None else unit_seconds(self, durations),
+            numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter]),
             noise.seed,
             self.fills,
             steps,
             bool(optimizer_sync),
             critical,
-            progress or (lambda num_run: None),  # every call gives Ctrl-C a chance
         )
         if self._peak is None:  # does not depend on costs and bytes
             self._peak = tuple(row[0] for row in self._peaks(StepMemory(), Links()))
@@ -534,7 +523,7 @@ class Schedule:
                 held[rank] += value
             constant[name] = tuple(held)
         _, *of_holdings, receive, totals = zip(*self._peaks(memory, costs.links), strict=True)
-        found = {row.name: of_holdings[h] for h, row in enumerate(HOLDINGS) if row.counts_with == h}
+        found = {name: of_holdings[h] for h, (name, _, counts_with) in enumerate(_C.HOLDINGS) if counts_with == h}
         return PeakMemory(
             receive=receive,
             total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
@@ -545,7 +534,7 @@ class Schedule:
     def _peaks(self, memory: StepMemory, links: Links) -> list[list[int]]:
         """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
         found = _C.program_memory(self._lower(), held_bytes(self, memory, links)).cast("B")
-        rows: Any = found.cast("q", (self.num_ranks, len(HOLDINGS) + 3))
+        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3))
         return rows.tolist()  # type: ignore[no-any-return]
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
@@ -560,7 +549,7 @@ class Schedule:
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """Returns bytes [rank][i][holding]: a pair, taken at the start of unit i and freed at its end."""
         found = _C.program_changes(self._lower(), held_bytes(self, memory, Links())).cast("B")
-        rows = iter(found.cast("q", (sum(self._num_units), len(HOLDINGS), 2)).tolist())
+        rows = iter(found.cast("q", (sum(self._num_units), len(_C.HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
     def _seconds_of(self, costs: Costs) -> array[float]:

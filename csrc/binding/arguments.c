@@ -170,24 +170,6 @@ void s1f_release_arguments(const s1f_parameter *parameters, int has_failed)
     }
 }
 
-int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count)
-{
-    int is_read = PyTuple_Check(tuple) && s1f_require_count("the tuple of arrays", PyTuple_Size(tuple), count);
-    for (int i = 0; i < count && is_read; i++) {
-        is_read = view_array(PyTuple_GetItem(tuple, i), arrays[i].name, sizeof(int64_t), &arrays[i].view);
-        arrays[i].values = arrays[i].view.buf;
-        if (is_read && arrays[i].values != NULL)
-            is_read = s1f_require_count(arrays[i].name, arrays[i].view.len / 8, arrays[i].wanted);
-    }
-    return is_read;
-}
-
-void s1f_release_arrays(s1f_array *arrays, int count)
-{
-    for (int i = 0; i < count; i++)
-        PyBuffer_Release(&arrays[i].view);
-}
-
 int s1f_require_count(const char *name, int64_t count, int64_t wanted)
 {
     if (count == wanted)

@@ -104,17 +104,6 @@ int s1f_read_arguments(const char *method, PyObject *arguments, const s1f_parame
 /* A PipelineError of a failed call gets the failure of the group that is, or belongs to, one of the arguments. */
 void s1f_release_arguments(const s1f_parameter *parameters, int has_failed);
 
-/* Values of 8 bytes each, of an array or None that a tuple holds. */
-typedef struct {
-    const char *name;
-    int64_t wanted; /* count, unless None is given */
-    const void *values;
-    Py_buffer view;
-} s1f_array;
-/* 1, or 0 with the exception set; s1f_release_arrays is due also on an error. */
-int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count);
-void s1f_release_arrays(s1f_array *arrays, int count);
-
 /* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
  * 0..<end - 1>". */
 int s1f_require_count(const char *name, int64_t count, int64_t wanted);

@@ -35,6 +35,7 @@ static PyObject *text(const void *context, int64_t number)
     return PyUnicode_FromString(((const names *)context)->of((int32_t)number));
 }
 
+/* The name of its field in StepMemory, S1F_PER_, and the number of the holding to whose peak it counts. */
 static PyObject *holding(const void *unused, int64_t h)
 {
     (void)unused;

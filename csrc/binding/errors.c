@@ -18,9 +18,9 @@ PyObject *s1f_decode(const char *text)
 PyObject *s1f_raise(s1f_status status)
 {
     PyObject *const types[] = {
-        [S1F_ERR_ARG] = PyExc_ValueError,     [S1F_ERR_TYPE] = PyExc_TypeError,     [S1F_ERR_SCHEDULE] = schedule_error,
-        [S1F_ERR_MEMORY] = PyExc_MemoryError, [S1F_ERR_STATE] = PyExc_RuntimeError, [S1F_ERR_SYSTEM] = PyExc_OSError,
-        [S1F_ERR_PEER] = pipeline_error,      [S1F_ERR_TIMEOUT] = pipeline_error};
+        [S1F_ERR_ARG] = PyExc_ValueError,     [S1F_ERR_SCHEDULE] = schedule_error, [S1F_ERR_MEMORY] = PyExc_MemoryError,
+        [S1F_ERR_STATE] = PyExc_RuntimeError, [S1F_ERR_SYSTEM] = PyExc_OSError,    [S1F_ERR_PEER] = pipeline_error,
+        [S1F_ERR_TIMEOUT] = pipeline_error};
     if (status == S1F_ERR_PYTHON) /* already set */
         return NULL;
     PyObject *decoded = s1f_decode(s1f_last_error());

@@ -1,7 +1,6 @@
 /* families.c - conversions of named families: what is known of them, and building one. */
+#include "../schedules/families.h"
 #include "binding.h"
-
-#include "../core/schedule.h"
 
 /* The names of the options whose bits are set. */
 static PyObject *option_names(uint32_t options)
@@ -17,18 +16,18 @@ static PyObject *option_names(uint32_t options)
 static PyObject *family_item(const void *unused, int64_t i)
 {
     (void)unused;
-    s1f_family_facts facts = {0};
-    s1f_schedule_family((int32_t)i, &facts);
-    return Py_BuildValue("(ssssiNNN)", facts.name, facts.description, facts.source, facts.validity,
-                         facts.stages_per_rank, option_names(facts.options), PyBool_FromLong(facts.splits),
-                         PyBool_FromLong(facts.has_segments));
+    const s1f_family *family = s1f_schedule_family((int32_t)i)->family;
+    const s1f_family_name *name = s1f_schedule_family((int32_t)i)->name;
+    return Py_BuildValue("(ssssiNNN)", name->name, name->description, name->source, name->validity,
+                         family->stages_per_rank, option_names(family->options),
+                         PyBool_FromLong(family->splits || family->most_live != NULL),
+                         PyBool_FromLong(name == &family->segments));
 }
 
 S1F_METHOD(PyObject *, schedule_families)
 {
     int32_t count = 0;
-    s1f_family_facts facts;
-    while (s1f_schedule_family(count, &facts))
+    while (s1f_schedule_family(count) != NULL)
         count++;
     return s1f_list_of(count, family_item, NULL);
 }

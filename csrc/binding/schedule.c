@@ -43,23 +43,24 @@ S1F_METHOD(PyObject *, schedule_units, s1f_schedule *, schedule, int32_t, rank)
     return s1f_view_of(units, num_units * (int64_t)sizeof *units, "i");
 }
 
-S1F_CORE(bool, schedule_equal, s1f_schedule *, a, s1f_schedule *, b)
 S1F_CORE(uint64_t, schedule_digest, s1f_schedule *, schedule)
 
 /* A byte for each cell of all stages, as program_fit gives them and change_cells takes them. */
 S1F_METHOD(PyObject *, schedule_cell_kinds, s1f_schedule *, schedule)
 {
     s1f_shape shape;
-    s1f_status status = s1f_schedule_full_shape(schedule, &shape);
-    if (status != S1F_OK)
+    s1f_pool pool = {0};
+    s1f_status status = s1f_schedule_full_shape(schedule, &pool, &shape);
+    if (status != S1F_OK) {
+        s1f_pool_free(&pool);
         return s1f_raise(status);
-    int64_t of_stage = s1f_num_cells(&shape), count = shape.num_stages * of_stage;
+    }
+    int64_t count = shape.num_stages * s1f_num_cells(&shape);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
     char *kinds = bytes == NULL ? NULL : PyBytes_AsString(bytes);
-    for (int64_t i = 0; kinds != NULL && i < count; i++) {
-        int32_t stage = (int32_t)(i / of_stage);
-        kinds[i] = (char)s1f_kind_of_cell(&shape, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i % of_stage));
-    }
+    for (int64_t i = 0; kinds != NULL && i < count; i++)
+        kinds[i] = (char)s1f_kind_of_cell(&shape, s1f_forward_of_cell(&shape, i));
+    s1f_pool_free(&pool);
     return bytes;
 }
 
@@ -137,7 +138,6 @@ PyMethodDef s1f_schedule_methods[] = {
             "micro-batch and the count of all (empty where all have as many segments), the parents of all segments "
             "(empty: chains), the units of every rank, bits of the passes that occur."),
     S1F_ROW(schedule_units, "-> memoryview[int]: int32 [unit][pass, stage, microbatch, segment] in run order."),
-    S1F_ROW(schedule_equal, "Whether both have the same units in the same order on every rank."),
     S1F_ROW(schedule_digest, "64 bits of the units and their order: equal in equal schedules."),
     S1F_ROW(schedule_cell_kinds,
             "-> bytes: one for each cell of all stages: 0 what F saves is kept, 1 recomputed, 2 moved away."),

@@ -36,7 +36,8 @@ S1F_METHOD(PyObject *, unit_inputs, int32_t, num_stages, int32_t, num_microbatch
                        .num_segments = num_segments,
                        .products = s1f_products_of_passes((uint32_t)passes)};
     const int64_t first_cell[2] = {0, parents.count};
-    s1f_trees *trees = NULL;
+    s1f_pool pool = {0};
+    s1f_trees trees;
     if (parents.values != NULL) {
         shape.num_microbatches = 1;
         shape.num_segments = (int32_t)parents.count;
@@ -44,10 +45,12 @@ S1F_METHOD(PyObject *, unit_inputs, int32_t, num_stages, int32_t, num_microbatch
         unit.microbatch = 0;
         if (!s1f_require_index("segment", unit.segment, parents.count))
             return NULL;
-        s1f_status status = s1f_trees_create(&shape, parents.values, &trees);
-        if (status != S1F_OK)
+        s1f_status status = s1f_trees_create(&shape, parents.values, &pool, &trees);
+        if (status != S1F_OK) {
+            s1f_pool_free(&pool);
             return s1f_raise(status);
-        shape.trees = trees;
+        }
+        shape.trees = &trees;
     }
     PyObject *list = PyList_New(0);
     s1f_unit_input input;
@@ -56,7 +59,7 @@ S1F_METHOD(PyObject *, unit_inputs, int32_t, num_stages, int32_t, num_microbatch
         if (!append_makers(list, input, (uint32_t)passes))
             Py_CLEAR(list);
     }
-    s1f_trees_free(trees);
+    s1f_pool_free(&pool);
     return list;
 }
 

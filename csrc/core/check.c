@@ -1,7 +1,6 @@
 /* check.c - holds an order to the rules of check.h. */
 #include "check.h"
 
-#include "pool.h"
 #include "walk.h"
 
 #include <stdio.h>
@@ -14,6 +13,7 @@ typedef struct {
     s1f_shape shape;
     int shows_stages;
     s1f_lifetime_table lifetimes;
+    s1f_pool pool;                        /* of all arrays */
     int64_t num_cells;                    /* of all stages */
     int64_t *number_of[S1F_MAX_PRODUCTS]; /* [cell of all stages]: 1 + position, in the order of its rank, of the unit
                                              that makes the product; 0: absent */
@@ -41,9 +41,15 @@ static s1f_unit maker_of(const table *t, s1f_product product, s1f_unit unit)
     return units_of(t, rank_of(t, unit), &num_units)[t->number_of[product][cell(t, unit)] - 1];
 }
 
-static void describe(const table *t, s1f_unit unit, char text[UNIT_TEXT_BYTES])
+typedef struct {
+    char text[UNIT_TEXT_BYTES];
+} unit_name;
+
+static unit_name name_of(const table *t, s1f_unit unit)
 {
-    s1f_unit_text(unit, t->shows_stages, text, UNIT_TEXT_BYTES);
+    unit_name name;
+    s1f_unit_text(unit, t->shows_stages, name.text, sizeof name.text);
+    return name;
 }
 
 /* -- each unit once ------------------------------------------------------------------------------------------------ */
@@ -51,20 +57,15 @@ static void describe(const table *t, s1f_unit unit, char text[UNIT_TEXT_BYTES])
 static s1f_status fail_twice(const table *t, s1f_unit unit, int64_t i, s1f_product product)
 {
     s1f_unit earlier = maker_of(t, product, unit);
-    if (earlier.pass == unit.pass) {
-        char text[UNIT_TEXT_BYTES];
-        describe(t, unit, text);
+    if (earlier.pass == unit.pass)
         return s1f_fail(S1F_ERR_SCHEDULE,
                         "each unit runs once: %s stands twice in the order of rank %d, at positions %lld and %lld",
-                        text, rank_of(t, unit), (long long)(t->number_of[product][cell(t, unit)] - 1), (long long)i);
-    }
+                        name_of(t, unit).text, rank_of(t, unit), (long long)(t->number_of[product][cell(t, unit)] - 1),
+                        (long long)i);
     int is_whole = (s1f_pass_products(unit.pass) & ~s1f_pass_products(earlier.pass)) != 0;
-    char whole[UNIT_TEXT_BYTES], part[UNIT_TEXT_BYTES];
-    describe(t, is_whole ? unit : earlier, whole);
-    describe(t, is_whole ? earlier : unit, part);
-    return s1f_fail(S1F_ERR_SCHEDULE,
-                    "each unit runs once: rank %d runs both %s, the whole backward, and %s, a part of it",
-                    rank_of(t, unit), whole, part);
+    return s1f_fail(
+        S1F_ERR_SCHEDULE, "each unit runs once: rank %d runs both %s, the whole backward, and %s, a part of it",
+        rank_of(t, unit), name_of(t, is_whole ? unit : earlier).text, name_of(t, is_whole ? earlier : unit).text);
 }
 
 static s1f_status fill_once(table *t)
@@ -95,16 +96,8 @@ static s1f_status fail_missing(const table *t, s1f_unit unit, s1f_product produc
     unit.pass = 0;
     while (!s1f_pass_makes(unit.pass, product) || (s1f_pass_products(unit.pass) & present) != 0)
         unit.pass++;
-    char text[UNIT_TEXT_BYTES];
-    describe(t, unit, text);
-    return s1f_fail(S1F_ERR_SCHEDULE, "each unit runs once: %s is missing in the order of rank %d", text,
-                    rank_of(t, unit));
-}
-
-static s1f_unit unit_of_cell(const table *t, int64_t i)
-{
-    int64_t of_stage = s1f_num_cells(&t->shape);
-    return s1f_unit_of_cell(&t->shape, S1F_PASS_FORWARD, (int32_t)(i / of_stage), i % of_stage);
+    return s1f_fail(S1F_ERR_SCHEDULE, "each unit runs once: %s is missing in the order of rank %d",
+                    name_of(t, unit).text, rank_of(t, unit));
 }
 
 /* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of
@@ -125,7 +118,7 @@ static s1f_status fail_too_few(const table *t, int64_t total)
     while (present[missing])
         missing++;
     free(present);
-    return fail_missing(t, unit_of_cell(t, missing), S1F_PRODUCT_OUTPUT);
+    return fail_missing(t, s1f_forward_of_cell(&t->shape, missing), S1F_PRODUCT_OUTPUT);
 }
 
 /* Activations that leave are away and come back; R never makes these again. */
@@ -136,14 +129,13 @@ static s1f_status check_optional(const table *t, int64_t i)
         return S1F_OK;
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
         if (moved >> product & 1 && !(t->shape.marks[i] >> product & 1))
-            return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
+            return fail_missing(t, s1f_forward_of_cell(&t->shape, i), (s1f_product)product);
     if (!(t->shape.marks[i] >> S1F_PRODUCT_RECOMPUTED & 1))
         return S1F_OK;
-    char out[UNIT_TEXT_BYTES], again[UNIT_TEXT_BYTES];
-    describe(t, maker_of(t, S1F_PRODUCT_LEAVING, unit_of_cell(t, i)), out);
-    describe(t, maker_of(t, S1F_PRODUCT_RECOMPUTED, unit_of_cell(t, i)), again);
+    s1f_unit unit = s1f_forward_of_cell(&t->shape, i);
     return s1f_fail(S1F_ERR_SCHEDULE, "a unit is recomputed or moved away: rank %d runs both %s and %s",
-                    rank_of(t, unit_of_cell(t, i)), again, out);
+                    rank_of(t, unit), name_of(t, maker_of(t, S1F_PRODUCT_RECOMPUTED, unit)).text,
+                    name_of(t, maker_of(t, S1F_PRODUCT_LEAVING, unit)).text);
 }
 
 /* Products of a shard of the vocabulary: cells of the first num_ranks stages alone have them. */
@@ -156,8 +148,8 @@ static s1f_status check_complete(const table *t)
     for (int64_t i = 0; i < t->num_cells; i++)
         for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
             if (needed >> product & 1 && t->number_of[product][i] == 0 &&
-                (!(of_shard >> product & 1) || unit_of_cell(t, i).stage < t->shape.num_ranks))
-                return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
+                (!(of_shard >> product & 1) || s1f_forward_of_cell(&t->shape, i).stage < t->shape.num_ranks))
+                return fail_missing(t, s1f_forward_of_cell(&t->shape, i), (s1f_product)product);
     for (int64_t i = 0; t->shape.marks != NULL && i < t->num_cells; i++)
         S1F_TRY(check_optional(t, i));
     return S1F_OK;
@@ -186,15 +178,11 @@ static s1f_status check_shards(const table *t)
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++)
-            if (s1f_pass_products(units[i].pass) & of_shard && units[i].stage >= t->shape.num_ranks) {
-                char text[UNIT_TEXT_BYTES];
-                describe(t, units[i], text);
+            if (s1f_pass_products(units[i].pass) & of_shard && units[i].stage >= t->shape.num_ranks)
                 return s1f_fail(
                     S1F_ERR_SCHEDULE,
-                    "a rank holds one shard of the vocabulary, that of the stage of its number: rank %d runs "
-                    "%s",
-                    (int)rank, text);
-            }
+                    "a rank holds one shard of the vocabulary, that of the stage of its number: rank %d runs %s",
+                    (int)rank, name_of(t, units[i]).text);
     }
     return S1F_OK;
 }
@@ -209,10 +197,8 @@ static s1f_status check_inputs(const table *t, s1f_unit unit, int64_t i)
         int32_t rank = rank_of(t, unit);
         if (rank_of(t, input.maker) != rank || t->number_of[input.product][cell(t, input.maker)] <= i)
             continue;
-        char text[UNIT_TEXT_BYTES], earlier[UNIT_TEXT_BYTES];
-        describe(t, unit, text);
-        describe(t, maker_of(t, input.product, input.maker), earlier);
-        return s1f_fail(S1F_ERR_SCHEDULE, "%s: on rank %d %s comes before %s", input.rule, rank, text, earlier);
+        return s1f_fail(S1F_ERR_SCHEDULE, "%s: on rank %d %s comes before %s", input.rule, rank, name_of(t, unit).text,
+                        name_of(t, maker_of(t, input.product, input.maker)).text);
     }
     return S1F_OK;
 }
@@ -255,21 +241,19 @@ static const s1f_walk_rules order_rules = {.has_come = has_run};
 /* Whoever follows who waits for whom, from any rank that got stuck, ends in a cycle: names it. */
 static s1f_status fail_cycle(const order_walk *w, int32_t rank)
 {
-    for (int32_t step = 0; step < w->walk.num_ranks; step++)
+    for (int32_t step = 0; step < w->walk.shape.num_ranks; step++)
         rank = s1f_walk_peer(&w->walk, rank);
     char cycle[CYCLE_TEXT_BYTES];
     size_t used = 0;
     int32_t first = rank;
     do {
-        char text[UNIT_TEXT_BYTES], awaited[UNIT_TEXT_BYTES];
         int32_t edge = w->walk.ranks[rank].waits_for, peer = s1f_walk_peer(&w->walk, rank);
         s1f_product product = (s1f_product)w->walk.edges->edges[edge].product;
         s1f_unit unit = *w->walk.ranks[rank].next;
-        describe(w->t, unit, text);
-        describe(w->t, maker_of(w->t, product, awaited_cell(w, unit, edge)), awaited);
+        s1f_unit awaited = maker_of(w->t, product, awaited_cell(w, unit, edge));
         used += (size_t)snprintf(cycle + used, sizeof cycle - used,
                                  "%srank %d stands before %s and waits for %s of rank %d", used == 0 ? "" : "; ", rank,
-                                 text, awaited, peer);
+                                 name_of(w->t, unit).text, name_of(w->t, awaited).text, peer);
         if (used + LINK_TEXT_BYTES > sizeof cycle) {
             snprintf(cycle + used, sizeof cycle - used, "; and so on round to rank %d", first);
             break;
@@ -280,28 +264,23 @@ static s1f_status fail_cycle(const order_walk *w, int32_t rank)
 }
 
 /* Runs all ranks against each other; what is left over is a cycle. */
-static s1f_status check_no_cycle(const table *t)
+static s1f_status check_no_cycle(table *t)
 {
     s1f_edges *edges = NULL;
     order_walk w = {.t = t};
-    s1f_status status = s1f_edges_create(&t->shape, &edges);
-    if (status == S1F_OK)
-        status = s1f_walk_create(edges, &t->shape, &w.walk);
-    for (int32_t rank = 0; status == S1F_OK && rank < t->shape.num_ranks; rank++) {
+    S1F_TRY(s1f_edges_create(&t->shape, &t->pool, &edges));
+    S1F_TRY(s1f_walk_create(edges, &t->shape, &t->pool, &w.walk));
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
         s1f_walk_set_units(&w.walk, rank, units, num_units);
     }
-    if (status == S1F_OK)
-        s1f_walk_ready_all(&w.walk);
-    while (status == S1F_OK && w.walk.num_ready > 0)
+    while (w.walk.num_ready > 0)
         s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], order_rules, &w);
-    for (int32_t rank = 0; status == S1F_OK && rank < t->shape.num_ranks; rank++)
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
         if (!s1f_walk_has_ended(&w.walk, rank))
-            status = fail_cycle(&w, rank);
-    s1f_walk_free(&w.walk);
-    s1f_edges_free(edges);
-    return status;
+            return fail_cycle(&w, rank);
+    return S1F_OK;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -324,10 +303,8 @@ static s1f_unit oldest_live(const table *t, const s1f_unit *units, int64_t now)
 
 static s1f_status fail_on_way(const table *t, int32_t rank, s1f_unit unit, int most, const char *way)
 {
-    char text[UNIT_TEXT_BYTES];
-    describe(t, unit, text);
     return s1f_fail(S1F_ERR_SCHEDULE, "at most %d of a rank's units are on their way %s: rank %d has %d at %s", most,
-                    way, rank, most + 1, text);
+                    way, rank, most + 1, name_of(t, unit).text);
 }
 
 /* What is neither here nor in the tier is bounded. */
@@ -358,25 +335,36 @@ static s1f_status check_live_units(const table *t, int64_t max_live_units)
         const s1f_unit *units = units_of(t, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++) {
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&t->lifetimes, units[i]);
-            if (s1f_begins_to_live(lifetimes) && ++live > max_live_units) {
-                char text[UNIT_TEXT_BYTES], oldest[UNIT_TEXT_BYTES];
-                describe(t, units[i], text);
-                describe(t, oldest_live(t, units, i), oldest);
+            if (s1f_begins_to_live(lifetimes) && ++live > max_live_units)
                 return s1f_fail(S1F_ERR_SCHEDULE,
                                 "a rank holds at most %lld live units: rank %d holds %lld from %s to %s",
-                                (long long)max_live_units, rank, (long long)live, oldest, text);
-            }
+                                (long long)max_live_units, rank, (long long)live,
+                                name_of(t, oldest_live(t, units, i)).text, name_of(t, units[i]).text);
             live -= s1f_ends_to_live(lifetimes);
         }
     }
     return S1F_OK;
 }
 
+static s1f_status check_rules(table *t, int64_t max_live_units)
+{
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        if (s1f_shape_makes(&t->shape, (s1f_product)product))
+            t->number_of[product] = s1f_pool_take(&t->pool, (size_t)t->num_cells, sizeof(int64_t));
+    S1F_TRY(s1f_pool_status(&t->pool, "the rules of an order"));
+    S1F_TRY(s1f_schedule_full_shape(t->schedule, &t->pool, &t->shape));
+    t->lifetimes = s1f_lifetimes_of(&t->shape);
+    S1F_TRY(fill_once(t));
+    S1F_TRY(check_shards(t));
+    S1F_TRY(check_complete(t));
+    S1F_TRY(check_program_order(t));
+    S1F_TRY(check_ways(t));
+    S1F_TRY(check_no_cycle(t));
+    return max_live_units > 0 ? check_live_units(t, max_live_units) : S1F_OK;
+}
+
 s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_units)
 {
-    if (max_live_units < 0)
-        return s1f_fail(S1F_ERR_ARG, "max_live_units is %lld, must be at least 1, or 0 for no cap",
-                        (long long)max_live_units);
     if (max_live_units == 0 && s1f_schedule_is_checked(schedule))
         return S1F_OK;
     table t = {.schedule = schedule,
@@ -390,28 +378,8 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     }
     if (total < t.num_cells)
         return fail_too_few(&t, total);
-    s1f_pool pool = {0};
-    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        if (s1f_shape_makes(&t.shape, (s1f_product)product))
-            t.number_of[product] = s1f_pool_take(&pool, (size_t)t.num_cells, sizeof(int64_t));
-    s1f_status status = pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)total)
-                                      : s1f_schedule_full_shape(schedule, &t.shape);
-    t.lifetimes = s1f_lifetimes_of(&t.shape);
-    if (status == S1F_OK)
-        status = fill_once(&t);
-    if (status == S1F_OK)
-        status = check_shards(&t);
-    if (status == S1F_OK)
-        status = check_complete(&t);
-    if (status == S1F_OK)
-        status = check_program_order(&t);
-    if (status == S1F_OK)
-        status = check_ways(&t);
-    if (status == S1F_OK)
-        status = check_no_cycle(&t);
-    if (status == S1F_OK && max_live_units > 0)
-        status = check_live_units(&t, max_live_units);
-    s1f_pool_free(&pool);
+    s1f_status status = check_rules(&t, max_live_units);
+    s1f_pool_free(&t.pool);
     if (status == S1F_OK)
         s1f_schedule_note_checked(schedule);
     return status;

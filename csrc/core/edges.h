@@ -6,7 +6,7 @@
 #ifndef S1F_EDGES_H
 #define S1F_EDGES_H
 
-#include "status.h"
+#include "pool.h"
 #include "unit.h"
 
 typedef struct {
@@ -45,11 +45,9 @@ typedef struct {
     int32_t num_edges;
     s1f_edge *edges;
     s1f_kind_edges *kinds; /* [s1f_kind(unit)] */
-    int32_t *lists;        /* what the kinds point into */
 } s1f_edges;
 
-/* *out is owned by the caller and untouched on error. Pure. */
-s1f_status s1f_edges_create(const s1f_shape *shape, s1f_edges **out);
-void s1f_edges_free(s1f_edges *edges); /* NULL is fine */
+/* *out is the pool's, and untouched on error. S1F_ERR_MEMORY. */
+s1f_status s1f_edges_create(const s1f_shape *shape, s1f_pool *pool, s1f_edges **out);
 
 #endif

@@ -5,19 +5,11 @@
  * stuck; give each message its place; write the instructions. */
 #include "lower.h"
 
-#include "pool.h"
-
 #include "check.h"
 #include "walk.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-typedef struct {                /* of one stage */
-    unsigned char *is_taken[2]; /* [slot] of keys and values, and of their gradients */
-    int32_t *slot_of[2];        /* [micro-batch]: held now */
-    int32_t live_units;
-} stage_state;
 
 /* State of lowering. */
 typedef struct {
@@ -29,7 +21,10 @@ typedef struct {
     int64_t *used;         /* [edge]: messages waited for */
     int64_t *needed;       /* [edge]: places that the receiver needs at once */
     int32_t *most;         /* [edge]: places that it gets at most */
-    stage_state *stages;   /* [stage] */
+    /* [stage][keys and values, and their gradients][micro-batch]: */
+    unsigned char *is_taken; /* of slots */
+    int32_t *slot_of;        /* held now */
+    int32_t *live_units;     /* [stage] */
     s1f_lifetime_table lifetimes;
 } lowering;
 
@@ -146,9 +141,10 @@ static const s1f_walk_rules credit_rules = {.has_come = message_has_come, .with_
  * The order passed its check, and nothing gets stuck with the most places, so there is one. Returns 0 if not. */
 static int add_place(lower_walk *w, int32_t rank)
 {
-    for (int32_t step = 0; step < w->walk.num_ranks; step++) /* a walk from rank to awaited rank ends in the cycle */
+    int32_t num_ranks = w->walk.shape.num_ranks;
+    for (int32_t step = 0; step < num_ranks; step++) /* a walk from rank to awaited rank ends in the cycle */
         rank = s1f_walk_peer(&w->walk, rank);
-    for (int32_t step = 0; step < w->walk.num_ranks; step++, rank = s1f_walk_peer(&w->walk, rank))
+    for (int32_t step = 0; step < num_ranks; step++, rank = s1f_walk_peer(&w->walk, rank))
         if (w->walk.ranks[rank].has_run) {
             int32_t edge = w->walk.ranks[rank].waits_for;
             if (w->l->program->edges->edges[edge].num_places == w->l->most[edge])
@@ -162,29 +158,26 @@ static int add_place(lower_walk *w, int32_t rank)
 
 /* Runs all ranks against each other. A stuck state depends on the number of places only, never on who ran first, so
  * adding one and going on ends where starting again with it would. */
-static s1f_status run_with_credits(const lowering *l)
+static s1f_status run_with_credits(lowering *l)
 {
     int32_t num_ranks = l->program->shape.num_ranks, num_ended = 0;
     const s1f_edges *edges = l->program->edges;
     lower_walk w = {.l = l};
-    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &w.walk));
-    s1f_status status = S1F_OK;
+    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &l->pool, &w.walk));
     for (int32_t e = 0; e < edges->num_edges; e++)
         w.walk.links[e].num_posted = edges->edges[e].num_places;
     for (int32_t rank = 0; rank < num_ranks; rank++)
         s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
-    s1f_walk_ready_all(&w.walk);
-    while (num_ended < num_ranks && status == S1F_OK) {
+    while (num_ended < num_ranks) {
         while (w.walk.num_ready > 0)
             num_ended += s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], credit_rules, &w);
         int32_t stuck = 0; /* everyone waits: a cycle through credits */
         while (stuck < num_ranks && s1f_walk_has_ended(&w.walk, stuck))
             stuck++;
         if (stuck < num_ranks && !add_place(&w, stuck))
-            status = s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
+            return s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
     }
-    s1f_walk_free(&w.walk);
-    return status;
+    return S1F_OK;
 }
 
 /* -- places by time ------------------------------------------------------------------------------------------------ */
@@ -267,17 +260,14 @@ static s1f_status give_by_time(lowering *l, const s1f_places *places)
     w.now = s1f_pool_take(&l->pool, (size_t)num_ranks, sizeof *w.now);
     w.sent = s1f_pool_take(&l->pool, num_messages, sizeof *w.sent);
     w.freed = s1f_pool_take(&l->pool, num_messages, sizeof *w.freed);
-    if (l->pool.is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to run %d ranks against each other in time", (int)num_ranks);
-    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &w.walk));
+    S1F_TRY(s1f_pool_status(&l->pool, "a run of all ranks in time"));
+    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &l->pool, &w.walk));
     for (int32_t rank = 0; rank < num_ranks; rank++)
         s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
-    s1f_walk_ready_all(&w.walk);
     while (w.walk.num_ready > 0)
         s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], time_rules, &w);
     for (int32_t e = 0; e < edges->num_edges; e++)
         give_at_least(&l->program->edges->edges[e], most_at_once(&w, e));
-    s1f_walk_free(&w.walk);
     return S1F_OK;
 }
 
@@ -337,18 +327,18 @@ static void write_post(const lowering *l, int32_t edge)
 static void write_run(const lowering *l, s1f_unit unit, s1f_lifetimes lifetimes)
 {
     static const s1f_holding holdings[2] = {S1F_HOLDS_KV, S1F_HOLDS_KV_GRADIENT};
+    int64_t M = l->program->shape.num_microbatches;
     s1f_stage_peak *peak = &l->program->peaks[unit.stage];
-    stage_state *stage = &l->stages[unit.stage];
-    if (s1f_begins_to_live(lifetimes) && ++stage->live_units > peak->live_units)
-        peak->live_units = stage->live_units;
+    if (s1f_begins_to_live(lifetimes) && ++l->live_units[unit.stage] > peak->live_units)
+        peak->live_units = l->live_units[unit.stage];
     write(l, S1F_OP_RUN, -1, unit, -1);
     s1f_instruction *run = &l->own->instructions[l->own->count - 1];
     int32_t *used[2] = {&run->kv_slot, &run->grad_slot}, *most[2] = {&peak->kv_slots, &peak->grad_slots};
     for (int i = 0; i < 2; i++) {
-        int32_t *slot = &stage->slot_of[i][unit.microbatch];
-        unsigned char *taken = stage->is_taken[i];
+        int32_t *slot = &l->slot_of[(2 * unit.stage + i) * M + unit.microbatch];
+        unsigned char *taken = &l->is_taken[(2 * unit.stage + i) * M];
         if (lifetimes.takes >> holdings[i] & 1) {
-            unsigned char *lowest = memchr(taken, 0, (size_t)l->program->shape.num_microbatches);
+            unsigned char *lowest = memchr(taken, 0, (size_t)M);
             *slot = (int32_t)(lowest - taken);
             *lowest = 1;
             *most[i] = *slot + 1 > *most[i] ? *slot + 1 : *most[i];
@@ -372,7 +362,7 @@ static void write_unit(const lowering *l, s1f_unit unit)
         write(l, S1F_OP_SEND, uses->out.edges[i], unit, *number_of(l, uses->out.edges[i], unit));
     if (s1f_ends_to_live(lifetimes)) {
         write(l, S1F_OP_FREE, -1, unit, -1);
-        l->stages[unit.stage].live_units--;
+        l->live_units[unit.stage]--;
     }
     for (int32_t i = 0; i < uses->freed.count; i++)
         write_post(l, uses->freed.edges[i]);
@@ -408,33 +398,42 @@ static s1f_status write_program(lowering *l, int32_t rank)
 
 /* -- the whole ----------------------------------------------------------------------------------------------------- */
 
-static s1f_status create_lowering(s1f_program *program, lowering *l)
+static s1f_status create_lowering(lowering *l)
 {
-    const s1f_shape *shape = &program->shape;
-    *l = (lowering){.program = program, .lifetimes = s1f_lifetimes_of(shape)};
+    const s1f_shape *shape = &l->program->shape;
+    l->lifetimes = s1f_lifetimes_of(shape);
     l->num_cells = s1f_num_cells(shape);
-    size_t num_stages = (size_t)shape->num_stages, num_microbatches = (size_t)shape->num_microbatches;
-    size_t num_edges = (size_t)program->edges->num_edges;
+    size_t num_slots = 2 * (size_t)shape->num_stages * (size_t)shape->num_microbatches;
+    size_t num_edges = (size_t)l->program->edges->num_edges;
     l->counted = s1f_pool_take(&l->pool, num_edges, sizeof *l->counted);
     l->used = s1f_pool_take(&l->pool, num_edges, sizeof *l->used);
     l->needed = s1f_pool_take(&l->pool, num_edges, sizeof *l->needed);
     l->most = s1f_pool_take(&l->pool, num_edges, sizeof *l->most);
-    l->stages = s1f_pool_take(&l->pool, num_stages, sizeof *l->stages);
-    unsigned char *is_taken = s1f_pool_take(&l->pool, 2 * num_stages * num_microbatches, 1);
-    int32_t *slot_of = s1f_pool_take(&l->pool, 2 * num_stages * num_microbatches, sizeof *slot_of);
-    if (l->pool.is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to lower %lld units of %d stages", (long long)l->num_cells,
-                        shape->num_stages);
-    for (size_t i = 0; i < 2 * num_stages; i++) {
-        l->stages[i / 2].is_taken[i % 2] = is_taken + i * num_microbatches;
-        l->stages[i / 2].slot_of[i % 2] = slot_of + i * num_microbatches;
-    }
-    return S1F_OK;
+    l->is_taken = s1f_pool_take(&l->pool, num_slots, 1);
+    l->slot_of = s1f_pool_take(&l->pool, num_slots, sizeof *l->slot_of);
+    l->live_units = s1f_pool_take(&l->pool, (size_t)shape->num_stages, sizeof *l->live_units);
+    return s1f_pool_status(&l->pool, "the messages of an order");
 }
 
 static void reset_counters(const lowering *l)
 {
     memset(l->counted, 0, (size_t)l->program->edges->num_edges * sizeof *l->counted);
+}
+
+static s1f_status lower(lowering *l, const s1f_places *places, int32_t rank)
+{
+    S1F_TRY(create_lowering(l));
+    number_messages(l);
+    reset_counters(l);
+    count_needed_places(l);
+    S1F_TRY(give_places(l, places));
+    reset_counters(l);
+    place_messages(l);
+    reset_counters(l);
+    for (int32_t own = 0; own < l->program->shape.num_ranks; own++)
+        if (rank == S1F_ALL_RANKS || rank == own)
+            S1F_TRY(write_program(l, own));
+    return S1F_OK;
 }
 
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
@@ -444,32 +443,14 @@ s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, i
         return s1f_fail(S1F_ERR_ARG, "rank is %d, must be in 0..%d", (int)rank, (int)num_ranks - 1);
     if (!places.by_time && places.prefetch < 0)
         return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", (int)places.prefetch);
-    s1f_program *program = NULL;
-    lowering l = {0};
+    lowering l = {.program = NULL};
     S1F_TRY(s1f_schedule_check(schedule, 0));
-    S1F_TRY(s1f_program_create(schedule, &program));
-    s1f_status status = create_lowering(program, &l);
-    if (status != S1F_OK)
-        goto done;
-
-    number_messages(&l);
-    reset_counters(&l);
-    count_needed_places(&l);
-    if ((status = give_places(&l, &places)) != S1F_OK)
-        goto done;
-    reset_counters(&l);
-    place_messages(&l);
-    reset_counters(&l);
-    for (int32_t own = 0; own < num_ranks && status == S1F_OK; own++)
-        if (rank == S1F_ALL_RANKS || rank == own)
-            status = write_program(&l, own);
-    if (status == S1F_OK) {
-        *out = program;
-        program = NULL;
-    }
-
-done:
+    S1F_TRY(s1f_program_create(schedule, &l.program));
+    s1f_status status = lower(&l, &places, rank);
     s1f_pool_free(&l.pool);
-    s1f_program_free(program);
+    if (status == S1F_OK)
+        *out = l.program;
+    else
+        s1f_program_free(l.program);
     return status;
 }

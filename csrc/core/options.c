@@ -1,8 +1,6 @@
 /* options.c - the table of the options. */
 #include "options.h"
 
-#include <string.h>
-
 #define FIELD(name, kind) #name, kind, offsetof(s1f_options, name), sizeof((s1f_options *)NULL)->name
 
 const s1f_option s1f_option_table[S1F_NUM_OPTIONS] = {
@@ -20,10 +18,3 @@ const s1f_option s1f_option_table[S1F_NUM_OPTIONS] = {
     {FIELD(trees, S1F_KIND_WORD), 0, {"numbers", "nested"}},
 };
 _Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_TREES, "every bit has its row");
-
-int s1f_option_is_given(const s1f_options *options, int option)
-{
-    static const char nothing[sizeof options->costs];
-    const s1f_option *row = &s1f_option_table[option];
-    return memcmp((const char *)options + row->offset, nothing, row->bytes) != 0;
-}

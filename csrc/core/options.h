@@ -88,7 +88,4 @@ typedef struct {
 } s1f_option;
 extern const s1f_option s1f_option_table[S1F_NUM_OPTIONS];
 
-/* Whether an option is given. */
-int s1f_option_is_given(const s1f_options *options, int option);
-
 #endif

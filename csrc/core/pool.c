@@ -22,6 +22,11 @@ void *s1f_pool_take(s1f_pool *pool, size_t count, size_t element_bytes)
     return block->memory;
 }
 
+s1f_status s1f_pool_status(const s1f_pool *pool, const char *what)
+{
+    return pool->is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for %s", what) : S1F_OK;
+}
+
 void s1f_pool_free(s1f_pool *pool)
 {
     while (pool->blocks != NULL) {

@@ -2,6 +2,8 @@
 #ifndef S1F_POOL_H
 #define S1F_POOL_H
 
+#include "status.h"
+
 #include <stddef.h>
 
 typedef struct { /* zeros: an empty one */
@@ -11,6 +13,8 @@ typedef struct { /* zeros: an empty one */
 
 /* Zeroed room for `count` elements, which may be 0. */
 void *s1f_pool_take(s1f_pool *pool, size_t count, size_t element_bytes);
+/* S1F_ERR_MEMORY where memory ran out: "no memory for <what>". */
+s1f_status s1f_pool_status(const s1f_pool *pool, const char *what);
 void s1f_pool_free(s1f_pool *pool);
 
 #endif

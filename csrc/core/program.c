@@ -8,8 +8,8 @@ const char *const s1f_opcode_names[S1F_NUM_OPS] = {
     [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
 };
 
-/* Room for what lower.h says of messages; 0: there is none. */
-static int take_messages(s1f_program *program)
+/* Room for what lower.h says of messages. */
+static void take_messages(s1f_program *program)
 {
     int64_t cells = s1f_num_cells(&program->shape);
     size_t total = (size_t)program->edges->num_edges * (size_t)cells;
@@ -22,24 +22,24 @@ static int take_messages(s1f_program *program)
         edge->receiver = edge->sender + cells;
         edge->place = places + e * cells;
     }
-    return !program->pool.is_short;
 }
 
 s1f_status s1f_program_create(const s1f_schedule *schedule, s1f_program **out)
 {
-    s1f_shape shape;
-    S1F_TRY(s1f_schedule_full_shape(schedule, &shape));
     s1f_program *program = calloc(1, sizeof *program);
     if (program == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a program");
-    program->shape = shape;
-    program->peaks = s1f_pool_take(&program->pool, (size_t)shape.num_stages, sizeof *program->peaks);
-    program->ranks = s1f_pool_take(&program->pool, (size_t)shape.num_ranks, sizeof *program->ranks);
-    s1f_status status = s1f_edges_create(&shape, &program->edges);
-    if (status == S1F_OK && !take_messages(program))
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %lld units of %d stages",
-                          (long long)s1f_num_cells(&shape), (int)shape.num_stages);
-    for (int32_t rank = 0; status == S1F_OK && rank < shape.num_ranks; rank++)
+    s1f_shape *shape = &program->shape;
+    s1f_status status = s1f_schedule_full_shape(schedule, &program->pool, shape);
+    if (status == S1F_OK)
+        status = s1f_edges_create(shape, &program->pool, &program->edges);
+    if (status == S1F_OK) {
+        program->peaks = s1f_pool_take(&program->pool, (size_t)shape->num_stages, sizeof *program->peaks);
+        program->ranks = s1f_pool_take(&program->pool, (size_t)shape->num_ranks, sizeof *program->ranks);
+        take_messages(program);
+        status = s1f_pool_status(&program->pool, "a program");
+    }
+    for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++)
         program->ranks[rank].units = s1f_schedule_units(schedule, rank, &program->ranks[rank].num_units);
     if (status != S1F_OK)
         s1f_program_free(program);
@@ -54,7 +54,6 @@ void s1f_program_free(s1f_program *program)
         return;
     for (int32_t rank = 0; program->ranks != NULL && rank < program->shape.num_ranks; rank++)
         free(program->ranks[rank].instructions);
-    s1f_edges_free(program->edges);
     s1f_pool_free(&program->pool);
     free(program);
 }

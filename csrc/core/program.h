@@ -45,7 +45,7 @@ typedef struct {
 } s1f_rank_program;
 
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points
- * to is the schedule's, which must live as long, and stay as it is. */
+ * to, but for marks, is the schedule's, which must live as long, and stay as it is. */
 typedef struct s1f_program {
     s1f_shape shape; /* with marks */
     s1f_edges *edges;
@@ -67,6 +67,14 @@ static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int3
 {
     *count = program->edges->num_edges;
     return program->edges->edges;
+}
+
+static inline int64_t s1f_program_num_units(const s1f_program *program) /* of all ranks */
+{
+    int64_t count = 0;
+    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++)
+        count += program->ranks[rank].num_units;
+    return count;
 }
 
 typedef struct {   /* W of a unit whose backward is split: numbers in the order of its rank */

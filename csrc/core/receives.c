@@ -1,8 +1,5 @@
-/* receives.c - one order of all transfers, found by running all ranks against each other. */
+/* receives.c - one order of all transfers, found by walking the programs of all ranks in time. */
 #include "receives.h"
-
-#include "pool.h"
-#include "walk.h"
 
 #include <stdlib.h>
 
@@ -12,15 +9,16 @@ typedef struct { /* one rank's run */
     int64_t clock;
     int is_at_unit; /* it has what its next unit waits for, and lets the transfers of the same time go first */
     int can_go;
+    int32_t waits_for; /* edge on which it waits for a message, or for a place; -1 */
     s1f_instruction *out;
     int64_t num_out;
 } runner;
 
 typedef struct {
     const s1f_program *program;
-    s1f_walk walk;
     s1f_pool pool; /* of all arrays but instructions */
     runner *ranks;
+    int64_t *posted, *sent; /* [edge] */
 } run;
 
 /* At the same time transfers go before units, so that a receive starts beside the unit and not after it. */
@@ -36,7 +34,7 @@ static int goes_before(const run *r, int32_t a, int32_t b)
 static int32_t pop(run *r)
 {
     int32_t first = -1;
-    for (int32_t rank = 0; rank < r->walk.num_ranks; rank++)
+    for (int32_t rank = 0; rank < r->program->shape.num_ranks; rank++)
         if (r->ranks[rank].can_go && (first < 0 || goes_before(r, rank, first)))
             first = rank;
     if (first >= 0)
@@ -44,147 +42,122 @@ static int32_t pop(run *r)
     return first;
 }
 
-/* Copies a rank's instructions up to the first of this kind, which is the one that happens now. */
-static const s1f_instruction *copy_until(runner *own, s1f_opcode opcode)
+static const s1f_instruction *next_of(const runner *own)
 {
-    for (;;) {
-        const s1f_instruction *instruction = &own->program->instructions[own->next++];
-        own->out[own->num_out++] = *instruction;
-        if (instruction->opcode == (int32_t)opcode)
-            return instruction;
-    }
+    return own->next < own->program->count ? &own->program->instructions[own->next] : NULL;
 }
 
-/* The next instructions are the WAITs of the next unit, unless it has what it waits for. */
-static int has_come(void *context, const s1f_stand *at, int32_t edge)
+static void copy_next(runner *own)
 {
-    const run *r = context;
-    const runner *own = &r->ranks[at->rank];
-    if (own->is_at_unit)
-        return 1;
-    const s1f_instruction *wait = &own->program->instructions[own->next];
-    while (wait->opcode != S1F_OP_WAIT || wait->edge != edge)
-        wait++;
-    return r->walk.links[edge].num_sent > wait->sequence;
+    own->out[own->num_out++] = own->program->instructions[own->next++];
 }
 
-/* Just before a unit the rank lets the transfers of the same time go first, and after it those that come before its
- * end. */
-static int yields(void *context, int32_t rank, int has_run)
+/* Wakes another rank if it waits on this edge: it goes on at this rank's clock. 1: before this rank does. */
+static int wake(run *r, int32_t rank, int32_t other, int32_t edge)
 {
-    run *r = context;
-    runner *own = &r->ranks[rank];
-    if (!has_run && own->is_at_unit) { /* its turn has come */
-        own->is_at_unit = 0;
+    runner *own = &r->ranks[rank], *woken = &r->ranks[other];
+    if (woken->waits_for != edge)
         return 0;
-    }
-    own->is_at_unit = !has_run;
-    while (!has_run && own->program->instructions[own->next].opcode == S1F_OP_WAIT)
-        copy_until(own, S1F_OP_WAIT);
-    own->can_go = 1;
-    return 1;
-}
-
-/* Those that the rank has woken go on at its clock, and first where they go before it. */
-static int yields_to_woken(void *context, int32_t rank)
-{
-    run *r = context;
-    int yields_now = 0;
-    for (; r->walk.num_ready > 0; r->walk.num_ready--) {
-        int32_t woken = r->walk.ready[r->walk.num_ready - 1];
-        if (r->ranks[woken].clock < r->ranks[rank].clock)
-            r->ranks[woken].clock = r->ranks[rank].clock;
-        r->ranks[woken].can_go = 1;
-        yields_now |= goes_before(r, woken, rank);
-    }
-    r->ranks[rank].can_go |= yields_now;
-    return yields_now;
-}
-
-static void run_unit(void *context, const s1f_stand *at)
-{
-    run *r = context;
-    runner *own = &r->ranks[at->rank];
-    copy_until(own, S1F_OP_RUN);
-    own->clock += __builtin_popcount(s1f_pass_products(at->unit->pass)); /* B makes as much as I and W */
+    woken->waits_for = -1;
+    woken->clock = woken->clock < own->clock ? own->clock : woken->clock;
+    woken->can_go = 1;
+    own->can_go = goes_before(r, other, rank);
+    return own->can_go;
 }
 
 /* A transfer starts: its receive goes to where the receiver stands. */
-static void start_transfer(void *context, const s1f_stand *at, int32_t edge)
+static void start_transfer(run *r, const s1f_instruction *send)
 {
-    run *r = context;
-    const s1f_edge *e = &r->program->edges->edges[edge];
-    runner *receiver = &r->ranks[e->destination_rank];
-    s1f_instruction receive = *copy_until(&r->ranks[at->rank], S1F_OP_SEND);
+    const s1f_edge *edge = &r->program->edges->edges[send->edge];
+    runner *receiver = &r->ranks[edge->destination_rank];
+    s1f_instruction receive = *send;
     receive.opcode = S1F_OP_RECEIVE;
-    receive.unit = receiver->program->units[e->receiver[receive.sequence]];
+    receive.unit = receiver->program->units[edge->receiver[send->sequence]];
     receiver->out[receiver->num_out++] = receive;
+    r->sent[send->edge]++;
 }
 
-static void post_place(void *context, int32_t rank, int32_t edge)
+/* Before its unit a rank copies its WAITs once all messages have come, then lets the transfers of the same time go
+ * first; after the unit, those that come before its end. */
+static void go_to_unit(const run *r, runner *own)
 {
-    (void)edge;
-    copy_until(&((run *)context)->ranks[rank], S1F_OP_POST);
+    const s1f_instruction *wait = next_of(own);
+    if (own->is_at_unit) { /* its turn has come */
+        own->is_at_unit = 0;
+        while (own->program->instructions[own->next].opcode != S1F_OP_RUN)
+            copy_next(own);
+        /* B makes as much as I and W */
+        own->clock += __builtin_popcount(s1f_pass_products(next_of(own)->unit.pass));
+        copy_next(own);
+        own->can_go = 1;
+        return;
+    }
+    for (; wait->opcode == S1F_OP_WAIT; wait++)
+        if (r->sent[wait->edge] <= wait->sequence) {
+            own->waits_for = wait->edge;
+            return;
+        }
+    while (next_of(own)->opcode == S1F_OP_WAIT)
+        copy_next(own);
+    own->is_at_unit = own->can_go = 1;
 }
 
-/* A FREE that no POST follows. */
-static void copy_free(void *context, const s1f_stand *at)
+/* Lets a rank go on until it waits, lets others go first, or is at its end. */
+static void go(run *r, int32_t rank)
 {
-    runner *own = &((run *)context)->ranks[at->rank];
-    if (own->next < own->program->count && own->program->instructions[own->next].opcode == S1F_OP_FREE)
-        copy_until(own, S1F_OP_FREE);
-}
-
-static const s1f_walk_rules rendezvous_rules = {.has_come = has_come,
-                                                .with_credits = 1,
-                                                .run = run_unit,
-                                                .send = start_transfer,
-                                                .post = post_place,
-                                                .through = copy_free,
-                                                .yields = yields,
-                                                .yields_to_woken = yields_to_woken};
-
-static void free_run(run *r)
-{
-    for (int32_t rank = 0; r->ranks != NULL && rank < r->program->shape.num_ranks; rank++)
-        free(r->ranks[rank].out);
-    s1f_pool_free(&r->pool);
-    s1f_walk_free(&r->walk);
+    runner *own = &r->ranks[rank];
+    const s1f_instruction *instruction;
+    while ((instruction = next_of(own)) != NULL) {
+        int32_t e = instruction->edge, other_goes = 0;
+        switch (instruction->opcode) {
+        case S1F_OP_POST:
+            r->posted[e]++;
+            other_goes = wake(r, rank, r->program->edges->edges[e].source_rank, e);
+            break;
+        case S1F_OP_SEND:
+            if (r->posted[e] <= instruction->sequence) {
+                own->waits_for = e;
+                return;
+            }
+            start_transfer(r, instruction);
+            other_goes = wake(r, rank, r->program->edges->edges[e].destination_rank, e);
+            break;
+        case S1F_OP_FREE: break;
+        default: go_to_unit(r, own); return;
+        }
+        copy_next(own);
+        if (other_goes)
+            return;
+    }
 }
 
 static s1f_status create_run(const s1f_program *program, run *r)
 {
     int32_t num_ranks = program->shape.num_ranks, num_edges = program->edges->num_edges;
     *r = (run){.program = program};
-    S1F_TRY(s1f_walk_create(program->edges, &program->shape, &r->walk));
     r->ranks = s1f_pool_take(&r->pool, (size_t)num_ranks, sizeof *r->ranks);
-    int failed = r->pool.is_short;
-    for (int32_t rank = 0; !failed && rank < num_ranks; rank++) {
-        r->ranks[rank].program = &program->ranks[rank];
+    r->posted = s1f_pool_take(&r->pool, (size_t)num_edges, sizeof *r->posted);
+    r->sent = s1f_pool_take(&r->pool, (size_t)num_edges, sizeof *r->sent);
+    S1F_TRY(s1f_pool_status(&r->pool, "the transfers of all ranks"));
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
         int64_t num_out = program->ranks[rank].count;
         for (int32_t e = 0; e < num_edges; e++)
             num_out += program->edges->edges[e].destination_rank == rank ? program->edges->edges[e].num_messages : 0;
-        r->ranks[rank].out = malloc((size_t)(num_out + 1) * sizeof *r->ranks[rank].out);
-        failed = r->ranks[rank].out == NULL;
+        s1f_instruction *out = malloc((size_t)(num_out + 1) * sizeof *out);
+        r->ranks[rank] = (runner){.program = &program->ranks[rank], .can_go = 1, .waits_for = -1, .out = out};
+        if (out == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for the instructions of rank %d", (int)rank);
     }
-    return failed ? s1f_fail(S1F_ERR_MEMORY, "no memory to order the transfers of %d ranks", (int)num_ranks) : S1F_OK;
+    return S1F_OK;
 }
 
 /* Runs all ranks against each other in time. */
 static s1f_status place_receives(run *r)
 {
-    int32_t num_ranks = r->program->shape.num_ranks, num_ended = 0;
-    for (int32_t rank = 0; rank < num_ranks; rank++) {
-        runner *own = &r->ranks[rank];
-        s1f_walk_set_units(&r->walk, rank, own->program->units, own->program->num_units);
-        while (own->next < own->program->count && own->program->instructions[own->next].opcode == S1F_OP_POST)
-            s1f_walk_post(&r->walk, rank, own->program->instructions[own->next].edge, rendezvous_rules, r);
-        own->can_go = 1;
-    }
     for (int32_t rank; (rank = pop(r)) >= 0;)
-        num_ended += s1f_walk_go(&r->walk, rank, rendezvous_rules, r);
-    for (int32_t rank = 0; num_ended < num_ranks && rank < num_ranks; rank++)
-        if (!s1f_walk_has_ended(&r->walk, rank))
+        go(r, rank);
+    for (int32_t rank = 0; rank < r->program->shape.num_ranks; rank++)
+        if (next_of(&r->ranks[rank]) != NULL)
             return s1f_fail(S1F_ERR_SCHEDULE, "rank %d is stuck at instruction %lld of %lld: credits have a cycle",
                             (int)rank, (long long)r->ranks[rank].next, (long long)r->ranks[rank].program->count);
     return S1F_OK;
@@ -196,12 +169,16 @@ s1f_status s1f_program_add_receives(s1f_program *program)
     s1f_status status = create_run(program, &r);
     if (status == S1F_OK)
         status = place_receives(&r);
-    for (int32_t rank = 0; status == S1F_OK && rank < program->shape.num_ranks; rank++) {
-        free(program->ranks[rank].instructions);
-        program->ranks[rank].instructions = r.ranks[rank].out;
-        program->ranks[rank].count = r.ranks[rank].num_out;
-        r.ranks[rank].out = NULL;
+    for (int32_t rank = 0; r.ranks != NULL && rank < program->shape.num_ranks; rank++) {
+        s1f_rank_program *own = &program->ranks[rank];
+        s1f_instruction *unused = r.ranks[rank].out;
+        if (status == S1F_OK) {
+            unused = own->instructions;
+            own->instructions = r.ranks[rank].out;
+            own->count = r.ranks[rank].num_out;
+        }
+        free(unused);
     }
-    free_run(&r);
+    s1f_pool_free(&r.pool);
     return status;
 }

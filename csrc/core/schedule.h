@@ -4,39 +4,28 @@
 #define S1F_SCHEDULE_H
 
 #include "options.h"
-#include "status.h"
+#include "pool.h"
 #include "unit.h"
 
 typedef struct s1f_schedule s1f_schedule; /* opaque; its fields live in schedule.c */
 
-/* Forward units of one schedule, num_stages * num_microbatches * num_segments; keeps every product within int64. */
-enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
+/* S1F_ERR_ARG if a schedule of these counts, each at least 1, has more than INT32_MAX forward units: every product of
+ * counts is within int64. */
+s1f_status s1f_check_num_units(int64_t num_stages, int32_t num_microbatches, int32_t num_segments);
 
 /* An empty schedule of the counts and the placement of a shape, and of its first_cell where micro-batches have segments
- * of their own, of which num_segments is the most (all copied; its other fields are not read). parents: NULL, or what
- * makes the segments trees (trees.h), [cell of a stage], with first_cell; chains alone change nothing.
- * S1F_ERR_ARG if a count is below 1, there are too many units, a rank is out of range or holds no stage, a segment has
- * no parent before it. *out is owned by the caller (s1f_schedule_free) and untouched on error. */
+ * of their own, of which num_segments is the most (all copied; its other fields are not read). Counts are at least 1,
+ * and every rank holds a stage. parents: NULL, or what makes the segments trees (trees.h), [cell of a stage], with
+ * first_cell; chains alone change nothing. S1F_ERR_ARG if there are too many units, num_segments is not the most, or a
+ * segment has no parent before it. *out is owned by the caller (s1f_schedule_free) and untouched on error. */
 s1f_status s1f_schedule_create(const s1f_shape *shape, const int32_t *parents, s1f_schedule **out);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
-/* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
+/* Appends a unit, whose indices are in range, to the order of the rank that holds its stage. S1F_ERR_MEMORY. */
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
+/* Hands a schedule that was made to *out where the status is S1F_OK, and frees it otherwise. Returns the status. */
+s1f_status s1f_schedule_finish(s1f_schedule *schedule, s1f_status status, s1f_schedule **out);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
-
-/* What is known of a family; all text is static. */
-typedef struct {
-    const char *name, *description, *source;
-    const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
-    int32_t has_segments; /* 1: its source cuts micro-batches into segments */
-    int32_t stages_per_rank; /* least v that the source builds */
-    uint32_t options;        /* bits */
-    int32_t splits;          /* 1: its orders have I and W, unless option backward says otherwise */
-    int32_t placement; /* s1f_placement_kind, unless an option says otherwise; with one stage per rank both are one */
-} s1f_family_facts;
-
-/* Facts of family i; 0 past the last. */
-int s1f_schedule_family(int32_t i, s1f_family_facts *facts);
 
 /* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is
  * borrowed: valid until the next call on this thread. options NULL: none given. S1F_ERR_ARG for an unknown name, a
@@ -53,16 +42,13 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
 /* Bits (1 << s1f_pass) of the passes that occur. */
 uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
-/* 1 if both orders have equal units in equal sequence on every rank, and equal trees. */
-int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
 /* Counts, placement and products of the order as it stands; what it points to is borrowed. `marks` is NULL: for whoever
  * need not know which cells are recomputed, or moved, or how an order goes through trees. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
-/* s1f_schedule_shape with `marks`, which are found once, and borrowed until the next append or free.
- * S1F_ERR_MEMORY. */
-s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shape);
+/* s1f_schedule_shape with `marks`, which are the pool's. S1F_ERR_MEMORY. */
+s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_pool *pool, s1f_shape *shape);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 

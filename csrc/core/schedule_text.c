@@ -1,5 +1,4 @@
 /* schedule_text.c - a schedule as text, written and read back. */
-#include "pool.h"
 #include "schedule.h"
 
 #include <stdio.h>
@@ -31,7 +30,7 @@ static size_t write_parents(const s1f_shape *shape, char *text)
     return used;
 }
 
-/* Every unit takes at most UNIT_TEXT_BYTES with its separator; the text is cut to size at the end. */
+/* Every unit takes at most UNIT_TEXT_BYTES with its separator. */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
@@ -60,8 +59,7 @@ s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
         lines[used++] = '\n';
     }
     lines[used++] = '\0';
-    char *cut = realloc(lines, used);
-    *text = cut != NULL ? cut : lines;
+    *text = lines;
     return S1F_OK;
 }
 
@@ -161,6 +159,9 @@ static s1f_status read_units(parsed_text *t)
     return t->count > 0 ? S1F_OK : s1f_fail(S1F_ERR_ARG, "the order holds no unit");
 }
 
+static const char parents_syntax[] =
+    "parents are written -1,0,0: for each segment the one that it follows, or - for a chain; blanks part micro-batches";
+
 /* One word of parents: "-", or "-1,0,0". */
 static s1f_status read_parents_of(const char *text, const char *word, int32_t microbatch, int32_t num_segments,
                                   int32_t *parents)
@@ -175,14 +176,13 @@ static s1f_status read_parents_of(const char *text, const char *word, int32_t mi
         int32_t parent = 1, is_none = *at == '-';
         at += is_none;
         if (!read_number(&at, &parent) || (is_none && parent != 1))
-            return fail_at(text, word,
-                           "parents are written -1,0,0: for each segment the one that it follows, or - for a chain");
+            return fail_at(text, word, parents_syntax);
         if (count < num_segments)
             parents[count] = is_none ? -1 : parent;
         count++;
     } while (*at == ',' && at++ < end);
     if (at != end)
-        return fail_at(text, word, "parents are separated by commas, micro-batches by blanks");
+        return fail_at(text, word, parents_syntax);
     if (count != num_segments)
         return s1f_fail(S1F_ERR_ARG, "micro-batch %d has parents for %d segments, and its units name %d",
                         (int)microbatch, (int)count, (int)num_segments);
@@ -196,8 +196,6 @@ static s1f_status read_parents(const parsed_text *t, const s1f_shape *shape, int
     for (; word != NULL && word < end; word = next_word(end_of(word)), m++)
         if (m < shape->num_microbatches)
             S1F_TRY(read_parents_of(t->text, word, m, s1f_segments_of(shape, m), parents + s1f_first_cell(shape, m)));
-    if (m == 0)
-        return s1f_fail(S1F_ERR_ARG, "line 1: no parents follow the word, must be a word for each micro-batch");
     if (m != shape->num_microbatches)
         return s1f_fail(S1F_ERR_ARG, "parents are given for %d micro-batches, the order has %d", (int)m,
                         (int)shape->num_microbatches);
@@ -269,25 +267,21 @@ static s1f_status create(const parsed_text *t, int32_t num_segments, s1f_pool *p
     S1F_TRY(count(t, num_segments, &shape));
     int32_t *rank_of_stage = s1f_pool_take(pool, (size_t)shape.num_stages, sizeof *rank_of_stage);
     int64_t *first_cell = s1f_pool_take(pool, (size_t)shape.num_microbatches + 1, sizeof *first_cell);
-    if (pool->is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", shape.num_stages);
+    S1F_TRY(s1f_pool_status(pool, "the placement of stages"));
     S1F_TRY(find_placement(t, &shape, rank_of_stage));
     shape.rank_of_stage = rank_of_stage;
     int has_rows = num_segments == 0 && (find_first_cells(t, &shape, first_cell) || t->parents != NULL);
     shape.first_cell = has_rows ? first_cell : NULL;
     if (has_rows && t->parents != NULL) {
         parents = s1f_pool_take(pool, (size_t)s1f_num_cells(&shape), sizeof *parents);
-        S1F_TRY(parents == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for parents") : read_parents(t, &shape, parents));
+        S1F_TRY(s1f_pool_status(pool, "parents"));
+        S1F_TRY(read_parents(t, &shape, parents));
     }
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_create(&shape, parents, &schedule);
     for (int64_t i = 0; i < t->count && status == S1F_OK; i++)
         status = s1f_schedule_append(schedule, t->units[i].unit);
-    if (status != S1F_OK)
-        s1f_schedule_free(schedule);
-    else
-        *out = schedule;
-    return status;
+    return s1f_schedule_finish(schedule, status, out);
 }
 
 s1f_status s1f_schedule_from_text(const char *text, int32_t num_segments, s1f_schedule **out)
@@ -295,7 +289,9 @@ s1f_status s1f_schedule_from_text(const char *text, int32_t num_segments, s1f_sc
     s1f_pool pool = {0};
     size_t most = strlen(text) / LEAST_UNIT_BYTES + 1;
     parsed_text t = {.text = text, .units = s1f_pool_take(&pool, most, sizeof *t.units)};
-    s1f_status status = pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to read %zu units", most) : read_units(&t);
+    s1f_status status = s1f_pool_status(&pool, "the units of a text");
+    if (status == S1F_OK)
+        status = read_units(&t);
     if (status == S1F_OK)
         status = create(&t, num_segments, &pool, out);
     s1f_pool_free(&pool);

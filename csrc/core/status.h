@@ -8,7 +8,6 @@
 typedef enum {
     S1F_OK = 0,
     S1F_ERR_ARG,      /* the caller's mistake: ValueError */
-    S1F_ERR_TYPE,     /* the caller's mistake: TypeError */
     S1F_ERR_SCHEDULE, /* an order breaks a rule: ScheduleError */
     S1F_ERR_MEMORY,   /* an allocation failed: MemoryError */
     S1F_ERR_STATE,    /* used out of order: RuntimeError */

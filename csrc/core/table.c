@@ -23,6 +23,15 @@ s1f_status s1f_require_seconds(const char *what, const double *seconds, int64_t 
     return S1F_OK;
 }
 
+s1f_status s1f_require_bytes(const char *name, const int64_t *bytes, int64_t count, int64_t most)
+{
+    for (int64_t i = 0; bytes != NULL && i < count; i++)
+        if (bytes[i] < 0 || bytes[i] > most)
+            return s1f_fail(S1F_ERR_ARG, "%s holds %lld bytes, must be in 0..%lld", name, (long long)bytes[i],
+                            (long long)most);
+    return S1F_OK;
+}
+
 s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count)
 {
     const double *forward = passes[S1F_PASS_FORWARD], *backward = passes[S1F_PASS_BACKWARD];

@@ -28,6 +28,9 @@ int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
 /* S1F_ERR_ARG unless all of them, none where NULL, are finite and at least 0. what: "the latency of a transfer is". */
 s1f_status s1f_require_seconds(const char *what, const double *seconds, int64_t count);
 
+/* S1F_ERR_ARG unless all of them, none where NULL, are in 0..most. */
+s1f_status s1f_require_bytes(const char *name, const int64_t *bytes, int64_t count, int64_t most);
+
 /* Seconds of passes, each [stage][column], that stand in for those not given: W is half of B, I the rest of it, R as F;
  * a pass that is neither stays as it is. given: their bits. S1F_ERR_ARG: W is more than B. */
 s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count);

@@ -3,23 +3,18 @@
 
 #include "check.h"
 
-#include <stdlib.h>
-
 s1f_status s1f_transform_begin(const s1f_schedule *schedule, s1f_transform *transform)
 {
     *transform = (s1f_transform){.schedule = schedule};
     S1F_TRY(s1f_schedule_check(schedule, 0));
-    S1F_TRY(s1f_schedule_full_shape(schedule, &transform->shape));
+    S1F_TRY(s1f_schedule_full_shape(schedule, &transform->pool, &transform->shape));
     return s1f_schedule_create_like(schedule, &transform->out);
 }
 
 s1f_status s1f_transform_finish(s1f_transform *transform, s1f_status status, s1f_schedule **out)
 {
-    if (status == S1F_OK)
-        *out = transform->out;
-    else
-        s1f_schedule_free(transform->out);
-    return status;
+    s1f_pool_free(&transform->pool);
+    return s1f_schedule_finish(transform->out, status, out);
 }
 
 typedef s1f_status write_rank(void *context, int32_t rank, const s1f_unit *units, int64_t num_units);
@@ -122,13 +117,14 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
     int64_t num_cells = c.t.shape.num_stages * s1f_num_cells(&c.t.shape);
     if (status == S1F_OK && s1f_shape_makes(&c.t.shape, S1F_PRODUCT_LEAVING))
         status = s1f_fail(S1F_ERR_ARG, "the order moves units already: it has Os, As and Ls of its own");
-    if (status == S1F_OK && (c.forward_at = malloc((size_t)num_cells * sizeof *c.forward_at)) == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to move %lld units", (long long)num_cells);
+    if (status == S1F_OK) {
+        c.forward_at = s1f_pool_take(&c.t.pool, (size_t)num_cells, sizeof *c.forward_at);
+        status = s1f_pool_status(&c.t.pool, "the moves of units");
+    }
     for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
         c.forward_at[i] = -1;
     if (status == S1F_OK)
         status = write_ranks(&c.t, write_with_moves, &c);
-    free(c.forward_at);
     return s1f_transform_finish(&c.t, status, out);
 }
 
@@ -208,14 +204,15 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
 {
     deferral d = {.most = max_live_units};
     s1f_status status = s1f_transform_begin(schedule, &d.t); /* the queue holds each unit once, and each is there */
-    int64_t cells = d.t.shape.num_stages * s1f_num_cells(&d.t.shape);
-    d.lifetimes = s1f_lifetimes_of(&d.t.shape);
-    if (status == S1F_OK && (d.pending = malloc((size_t)cells * sizeof *d.pending)) == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %lld units", (long long)cells);
+    if (status == S1F_OK) {
+        d.lifetimes = s1f_lifetimes_of(&d.t.shape);
+        d.pending =
+            s1f_pool_take(&d.t.pool, (size_t)(d.t.shape.num_stages * s1f_num_cells(&d.t.shape)), sizeof *d.pending);
+        status = s1f_pool_status(&d.t.pool, "late weight gradients");
+    }
     if (status == S1F_OK && max_live_units == 0)
         status = write_ranks(&d.t, count_most_live, &d);
     if (status == S1F_OK)
         status = write_ranks(&d.t, write_deferred, &d);
-    free(d.pending);
     return s1f_transform_finish(&d.t, status, out);
 }

@@ -27,13 +27,14 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
 
 typedef struct {
     const s1f_schedule *schedule; /* keeps the rules; borrowed */
-    s1f_shape shape;              /* its shape, with the marks that its cells are to have */
+    s1f_shape shape;              /* its shape, with marks */
     s1f_schedule *out;            /* empty, with its counts and placement */
+    s1f_pool pool;                /* of whatever the transform needs */
 } s1f_transform;
 
 /* S1F_ERR_SCHEDULE where the order breaks a rule; S1F_ERR_MEMORY. s1f_transform_finish is due either way. */
 s1f_status s1f_transform_begin(const s1f_schedule *schedule, s1f_transform *transform);
-/* Hands the new order to the caller if the status says that it is made, and frees it otherwise. Returns the status. */
+/* s1f_schedule_finish, and frees the pool. */
 s1f_status s1f_transform_finish(s1f_transform *transform, s1f_status status, s1f_schedule **out);
 
 #endif

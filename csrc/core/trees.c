@@ -1,7 +1,5 @@
-/* trees.c - what follows what in a micro-batch, in one block of memory. */
+/* trees.c - what follows what in a micro-batch. */
 #include "trees.h"
-
-#include <stdlib.h>
 
 /* The unit becomes that of its segment's parent. 0: no parent. */
 static int climb(const s1f_shape *shape, s1f_unit *unit)
@@ -34,14 +32,13 @@ static s1f_status check_parents(const s1f_shape *shape, const int32_t *parents)
     return S1F_OK;
 }
 
-s1f_status s1f_trees_create(const s1f_shape *shape, const int32_t *parents, s1f_trees **out)
+s1f_status s1f_trees_create(const s1f_shape *shape, const int32_t *parents, s1f_pool *pool, s1f_trees *out)
 {
     S1F_TRY(check_parents(shape, parents));
     int64_t count = s1f_num_cells(shape);
-    s1f_trees *trees = malloc(sizeof *trees + 3 * (size_t)count * sizeof(int32_t));
-    if (trees == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for trees of %lld segments", (long long)count);
-    int32_t *parent = (int32_t *)(void *)(trees + 1), *child = parent + count, *sibling = child + count;
+    int32_t *parent = s1f_pool_take(pool, 3 * (size_t)count, sizeof *parent);
+    S1F_TRY(s1f_pool_status(pool, "the trees of an order"));
+    int32_t *child = parent + count, *sibling = child + count;
     for (int64_t cell = count - 1; cell >= 0; cell--) {
         s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, cell);
         int64_t above = cell - unit.segment + parents[cell];
@@ -55,23 +52,14 @@ s1f_status s1f_trees_create(const s1f_shape *shape, const int32_t *parents, s1f_
             child[above] = unit.segment;
         }
     }
-    *trees = (s1f_trees){parent, child, sibling};
-    *out = trees;
+    *out = (s1f_trees){parent, child, sibling};
     return S1F_OK;
 }
 
-void s1f_trees_free(s1f_trees *trees)
+/* is_open: something of the cell's tree below it, or itself, has gone back. */
+void s1f_trees_mark(const s1f_shape *shape, const s1f_unit *units, int64_t num_units, unsigned char *is_open,
+                    uint16_t *marks)
 {
-    free(trees);
-}
-
-s1f_status s1f_trees_mark(const s1f_shape *shape, const s1f_unit *units, int64_t num_units, uint16_t *marks)
-{
-    int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
-    unsigned char *is_open =
-        calloc((size_t)num_cells, 1); /* something of the cell's tree below it, or itself, has gone back */
-    if (is_open == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the marks of %lld segments", (long long)num_cells);
     for (int64_t i = num_units - 1; i >= 0; i--) { /* is_open of the root: its last forward has been met */
         s1f_unit root = units[i];
         root.segment = 0;
@@ -96,6 +84,4 @@ s1f_status s1f_trees_mark(const s1f_shape *shape, const s1f_unit *units, int64_t
         if (unit.segment < 0) /* the climb came through the root */
             marks[s1f_cell_of_all(shape, units[i])] |= S1F_MARK_FIRST_BACKWARD;
     }
-    free(is_open);
-    return S1F_OK;
 }

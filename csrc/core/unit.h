@@ -149,6 +149,12 @@ static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
 }
 /* The unit of a pass and a stage that has this cell. */
 s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t cell);
+/* The forward of a cell of all stages. */
+static inline s1f_unit s1f_forward_of_cell(const s1f_shape *shape, int64_t cell_of_all)
+{
+    int64_t of_stage = s1f_num_cells(shape);
+    return s1f_unit_of_cell(shape, S1F_PASS_FORWARD, (int32_t)(cell_of_all / of_stage), cell_of_all % of_stage);
+}
 /* The i-th unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the
  * last. */
 s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i);

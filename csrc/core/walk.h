@@ -15,7 +15,6 @@ typedef struct {
     const s1f_unit *next, *end; /* the unit that the rank runs next, or whose result it sends; of its list, borrowed */
     int32_t has_run;            /* `*next` has run */
     int32_t sent;               /* edges on which the result of `*next` has been sent */
-    int32_t posted;             /* places freed by `*next` that have been posted */
     int32_t waits_for;          /* edge on which the rank waits for a message, or for a place (has_run); -1 */
 } s1f_walker;
 
@@ -27,8 +26,7 @@ typedef struct {
 
 typedef struct {
     const s1f_edges *edges;
-    s1f_shape shape; /* of the order; what it points to is borrowed */
-    int32_t num_ranks;
+    s1f_shape shape;   /* of the order; what it points to is borrowed */
     s1f_walker *ranks; /* [num_ranks] */
     s1f_link *links;   /* [edge] */
     int32_t *ready;    /* ranks that can go on, each at most once: the last goes first */
@@ -38,7 +36,7 @@ typedef struct {
 typedef struct { /* a rank before or after a unit */
     int32_t rank;
     const s1f_unit *unit;
-    int64_t kind, cell; /* s1f_kind and s1f_cell of the unit */
+    int64_t cell; /* s1f_cell of the unit */
     const s1f_kind_edges *uses;
 } s1f_stand;
 
@@ -51,17 +49,11 @@ typedef struct {
     void (*send)(void *context, const s1f_stand *at, int32_t edge);
     void (*post)(void *context, int32_t rank, int32_t edge);
     void (*through)(void *context, const s1f_stand *at);
-    /* 1: the rank, just before (has_run 0) or after its unit, or after it sent or posted, lets others go first: it
-     * stands still until it is asked to go on again. */
-    int (*yields)(void *context, int32_t rank, int has_run);
-    int (*yields_to_woken)(void *context, int32_t rank);
 } s1f_walk_rules;
 
-/* Ranks have no units yet, none is ready, no place is posted. S1F_ERR_MEMORY. */
-s1f_status s1f_walk_create(const s1f_edges *edges, const s1f_shape *shape, s1f_walk *walk);
-void s1f_walk_free(s1f_walk *walk); /* its arrays */
-/* Makes all ranks ready, rank 0 the first to go. */
-void s1f_walk_ready_all(s1f_walk *walk);
+/* All ranks are ready, rank 0 the first to go; they have no units yet, and no place is posted. Arrays are the pool's.
+ * S1F_ERR_MEMORY. */
+s1f_status s1f_walk_create(const s1f_edges *edges, const s1f_shape *shape, s1f_pool *pool, s1f_walk *walk);
 /* Gives a rank its list of units. */
 static inline void s1f_walk_set_units(s1f_walk *walk, int32_t rank, const s1f_unit *units, int64_t count)
 {
@@ -97,41 +89,35 @@ static inline __attribute__((always_inline)) void s1f_walk_post(s1f_walk *walk, 
 }
 
 /* Writes back the rank's place within a unit when it stands still. */
-static inline int s1f_walk_stop(s1f_walker *own, const s1f_unit *unit, int32_t has_run, int32_t sent, int32_t posted)
+static inline int s1f_walk_stop(s1f_walker *own, const s1f_unit *unit, int32_t has_run, int32_t sent)
 {
     own->next = unit;
     own->has_run = has_run;
     own->sent = sent;
-    own->posted = posted;
     return 0;
 }
 
-/* Lets one rank go on until it waits, yields, or is at the end of its list (1). */
+/* Lets one rank go on until it waits, or is at the end of its list (1). */
 static inline __attribute__((always_inline)) int s1f_walk_go(s1f_walk *walk, int32_t rank, const s1f_walk_rules rules,
                                                              void *context)
 {
     s1f_walker *own = &walk->ranks[rank];
     const s1f_unit *unit = own->next, *end = own->end;
-    int32_t has_run = own->has_run, sent = own->sent, posted = own->posted;
-    for (; unit != end; unit++, has_run = sent = posted = 0) {
+    int32_t has_run = own->has_run, sent = own->sent;
+    for (; unit != end; unit++, has_run = sent = 0) {
         __builtin_prefetch(unit + 4); /* the next cache line: ranks take turns, so the processor does not foresee it */
-        const int64_t kind = s1f_kind(*unit), cell = s1f_cell(&walk->shape, *unit);
-        const s1f_kind_edges *uses = &walk->edges->kinds[kind];
-        const s1f_stand at = {rank, unit, kind, cell, uses};
+        const s1f_kind_edges *uses = &walk->edges->kinds[s1f_kind(*unit)];
+        const s1f_stand at = {rank, unit, s1f_cell(&walk->shape, *unit), uses};
         if (!has_run) {
             for (int32_t i = 0; i < uses->in.count; i++)
                 if (!rules.has_come(context, &at, uses->in.edges[i])) {
                     walk->links[uses->in.edges[i]].receiver_waits = 1;
                     own->waits_for = uses->in.edges[i];
-                    return s1f_walk_stop(own, unit, 0, 0, 0);
+                    return s1f_walk_stop(own, unit, 0, 0);
                 }
-            if (rules.yields != NULL && rules.yields(context, rank, 0))
-                return s1f_walk_stop(own, unit, 0, 0, 0);
             if (rules.run != NULL)
                 rules.run(context, &at);
             has_run = 1;
-            if (rules.yields != NULL && rules.yields(context, rank, 1))
-                return s1f_walk_stop(own, unit, 1, 0, 0);
         }
         while (sent < uses->out.count) {
             int32_t edge = uses->out.edges[sent];
@@ -139,7 +125,7 @@ static inline __attribute__((always_inline)) int s1f_walk_go(s1f_walk *walk, int
             if (rules.with_credits && link->num_sent == link->num_posted) {
                 link->sender_waits = 1;
                 own->waits_for = edge;
-                return s1f_walk_stop(own, unit, 1, sent, 0);
+                return s1f_walk_stop(own, unit, 1, sent);
             }
             if (rules.send != NULL)
                 rules.send(context, &at, edge);
@@ -149,18 +135,13 @@ static inline __attribute__((always_inline)) int s1f_walk_go(s1f_walk *walk, int
                 link->receiver_waits = 0;
                 s1f_walk_wake(walk, walk->edges->edges[edge].destination_rank);
             }
-            if (rules.yields_to_woken != NULL && rules.yields_to_woken(context, rank))
-                return s1f_walk_stop(own, unit, 1, sent, 0);
         }
-        while (posted < uses->freed.count) {
-            s1f_walk_post(walk, rank, uses->freed.edges[posted++], rules, context);
-            if (rules.yields_to_woken != NULL && rules.yields_to_woken(context, rank))
-                return s1f_walk_stop(own, unit, 1, sent, posted);
-        }
+        for (int32_t i = 0; i < uses->freed.count; i++)
+            s1f_walk_post(walk, rank, uses->freed.edges[i], rules, context);
         if (rules.through != NULL)
             rules.through(context, &at);
     }
-    s1f_walk_stop(own, unit, 0, 0, 0);
+    s1f_walk_stop(own, unit, 0, 0);
     return 1;
 }
 

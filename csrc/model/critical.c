@@ -1,8 +1,6 @@
 /* critical.c - the walk of simulate.c once more, from the last completed unit to the first. */
 #include "critical.h"
 
-#include "../core/pool.h"
-
 #include <math.h>
 
 typedef struct {
@@ -15,13 +13,13 @@ typedef struct {
     int64_t *granter;  /* [edge][message] number of the unit after which its place is posted, on the
                                                destination's rank; -1: at the start */
     double *latest_arrival, *latest_credit; /* [edge][message] seconds */
-    int64_t *num_sent, *num_posted;         /* [edge] by the units not yet walked back over */
+    int64_t *num_posted;                    /* [edge] by the units not yet walked back over */
     double *latest_transfer;                /* [edge] latest begin of the next message */
     int64_t *left;                          /* [rank] units not yet walked back over */
     double *latest_start;                   /* [rank] of the unit walked back over last */
 } walk;
 
-static int create_walk(walk *w)
+static s1f_status create_walk(walk *w)
 {
     const s1f_shape *shape = &w->program->shape;
     size_t num_edges = (size_t)w->program->edges->num_edges + 1, num_ranks = (size_t)shape->num_ranks; /* never 0 */
@@ -31,12 +29,11 @@ static int create_walk(walk *w)
     w->granter = s1f_pool_take(&w->pool, total, sizeof *w->granter);
     w->latest_arrival = s1f_pool_take(&w->pool, total, sizeof *w->latest_arrival);
     w->latest_credit = s1f_pool_take(&w->pool, total, sizeof *w->latest_credit);
-    w->num_sent = s1f_pool_take(&w->pool, num_edges, sizeof *w->num_sent);
     w->num_posted = s1f_pool_take(&w->pool, num_edges, sizeof *w->num_posted);
     w->latest_transfer = s1f_pool_take(&w->pool, num_edges, sizeof *w->latest_transfer);
     w->left = s1f_pool_take(&w->pool, num_ranks, sizeof *w->left);
     w->latest_start = s1f_pool_take(&w->pool, num_ranks, sizeof *w->latest_start);
-    return !w->pool.is_short;
+    return s1f_pool_status(&w->pool, "the slack of units");
 }
 
 static const s1f_unit *unit_at(const walk *w, s1f_numbered_unit unit)
@@ -64,11 +61,9 @@ static int64_t number_of(const walk *w, int32_t edge, s1f_numbered_unit unit)
 /* Who grants the place of each message. */
 static void find_granters(walk *w)
 {
-    for (int32_t e = 0; e < w->program->edges->num_edges; e++) {
-        w->num_sent[e] = w->edges[e].num_messages;
+    for (int32_t e = 0; e < w->program->edges->num_edges; e++)
         for (; w->num_posted[e] < w->edges[e].num_places; w->num_posted[e]++)
             w->granter[message(w, e, w->num_posted[e])] = -1;
-    }
     for (int32_t rank = 0; rank < w->program->shape.num_ranks; rank++)
         for (int64_t i = 0; i < w->program->ranks[rank].num_units; i++) {
             s1f_edge_list freed = edges_of(w, (s1f_numbered_unit){rank, i})->freed;
@@ -87,9 +82,9 @@ static double of_edge(const walk *w, const double *values, int32_t edge)
 }
 
 /* The latest end of a unit whose result leaves on this edge, if its rank may be through with that at `through`. */
-static double walk_back_over_send(walk *w, int32_t edge, int64_t column, double through)
+static double walk_back_over_send(walk *w, int32_t edge, s1f_numbered_unit unit, double through)
 {
-    int64_t number = --w->num_sent[edge];
+    int64_t number = number_of(w, edge, unit), column = s1f_column(&w->program->shape, *unit_at(w, unit));
     double scale = s1f_message_scale(w->program, w->costs, edge, number);
     double latency = scale * of_edge(w, w->costs->latency, edge);
     double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[column];
@@ -113,9 +108,8 @@ static void walk_back_over(walk *w, int32_t rank)
             latest_end = fmin(latest_end, w->latest_credit[last]);
         }
     }
-    int64_t column = s1f_column(&w->program->shape, *unit_at(w, unit));
     for (int32_t j = uses->out.count - 1; j >= 0; j--)
-        latest_end = walk_back_over_send(w, uses->out.edges[j], column, latest_end);
+        latest_end = walk_back_over_send(w, uses->out.edges[j], unit, latest_end);
     double start = w->simulation->start[rank][unit.i], end = w->simulation->end[rank][unit.i];
     latest_end = fmin(latest_end, w->simulation->makespan);
     w->latest_start[rank] = latest_end - (end - start);
@@ -193,7 +187,7 @@ static int before_on_path(const walk *w, s1f_numbered_unit unit, s1f_numbered_un
     return 1;
 }
 
-static int find_path(walk *w)
+static s1f_status find_path(walk *w)
 {
     s1f_simulation *simulation = w->simulation;
     s1f_numbered_unit last = {0, 0}, unit;
@@ -207,13 +201,12 @@ static int find_path(walk *w)
     for (unit = last; before_on_path(w, unit, &unit);)
         length++;
     simulation->path = s1f_pool_take(&simulation->pool, (size_t)length, sizeof *simulation->path);
-    if (simulation->path == NULL)
-        return 0;
+    S1F_TRY(s1f_pool_status(&simulation->pool, "the critical path"));
     simulation->path_length = length;
     simulation->path[--length] = last;
     for (unit = last; before_on_path(w, unit, &unit);)
         simulation->path[--length] = unit;
-    return 1;
+    return S1F_OK;
 }
 
 s1f_status s1f_simulation_find_slack(const s1f_program *program, const s1f_costs *costs, s1f_simulation *simulation)
@@ -221,14 +214,12 @@ s1f_status s1f_simulation_find_slack(const s1f_program *program, const s1f_costs
     walk w = {.program = program, .costs = costs, .simulation = simulation};
     if (simulation->causes == NULL)
         return s1f_fail(S1F_ERR_STATE, "slack needs a simulation that keeps its causes");
-    int created = create_walk(&w);
-    if (created) {
+    s1f_status status = create_walk(&w);
+    if (status == S1F_OK) {
         find_granters(&w);
         find_slack(&w);
-        created = find_path(&w);
+        status = find_path(&w);
     }
     s1f_pool_free(&w.pool);
-    if (!created)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the slack of %d ranks", (int)program->shape.num_ranks);
-    return S1F_OK;
+    return status;
 }

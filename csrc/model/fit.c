@@ -1,7 +1,6 @@
 /* fit.c - walks the order of each rank, with the units that a choice would add. */
 #include "fit.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -21,12 +20,6 @@ typedef struct {
 static int64_t cell_of(const walker *w, s1f_unit unit)
 {
     return s1f_cell_of_all(&w->program->shape, unit);
-}
-
-static s1f_unit unit_of(const walker *w, int64_t cell)
-{
-    int64_t of_stage = s1f_num_cells(&w->program->shape);
-    return s1f_unit_of_cell(&w->program->shape, S1F_PASS_FORWARD, (int32_t)(cell / of_stage), cell % of_stage);
 }
 
 /* What a pass takes, or frees, in a cell of this kind. */
@@ -78,7 +71,7 @@ static double tier_seconds(const walker *w, s1f_unit unit)
 /* Whether each way hides behind the unit that runs beside it, and the tier is through with all before. */
 static int hides(const walker *w, int64_t cell)
 {
-    s1f_unit unit = unit_of(w, cell);
+    s1f_unit unit = s1f_forward_of_cell(&w->program->shape, cell);
     int64_t forward = w->forward_at[cell], backward = w->backward_at[cell];
     double seconds = tier_seconds(w, unit);
     return w->start[forward + 2] - w->start[forward + 1] >= seconds &&
@@ -101,7 +94,7 @@ typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
 /* Whether the cell, at unit i of its rank, becomes one of this kind. */
 static answer ask(walker *w, int32_t rank, int64_t cell, int64_t i, s1f_cell_kind kind)
 {
-    s1f_unit unit = unit_of(w, cell);
+    s1f_unit unit = s1f_forward_of_cell(&w->program->shape, cell);
     int64_t kept = taken_by(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT);
     int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind), moved = 0;
     if (kind == S1F_CELL_MOVED) {
@@ -198,32 +191,31 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
     walker w = {.program = program, .fit = fit, .kinds = kinds, .start = fit->start};
     if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
         return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");
-    s1f_memory_peak *receive = malloc((size_t)shape->num_ranks * sizeof *receive);
     int64_t most_units = 0;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         most_units = program->ranks[rank].num_units > most_units ? program->ranks[rank].num_units : most_units;
-    int64_t *cells = malloc((size_t)(num_cells * 3 + most_units) * sizeof *cells);
-    s1f_status status = receive != NULL && cells != NULL
-                            ? s1f_program_memory(program, fit->bytes, receive)
-                            : s1f_fail(S1F_ERR_MEMORY, "no memory to fit %lld units", (long long)num_cells);
+    s1f_pool pool = {0};
+    s1f_memory_peak *receive = s1f_pool_take(&pool, (size_t)shape->num_ranks, sizeof *receive);
+    w.queue = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.queue);
+    w.forward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.forward_at);
+    w.backward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.backward_at);
+    w.away = s1f_pool_take(&pool, (size_t)most_units, sizeof *w.away);
+    s1f_status status = s1f_pool_status(&pool, "what units give up");
+    if (status == S1F_OK)
+        status = s1f_program_memory(program, fit->bytes, receive);
     if (status == S1F_OK) {
         memset(kinds, S1F_CELL_KEPT, (size_t)num_cells);
         w.table = s1f_lifetimes_of(shape);
         w.bytes = s1f_byte_tables_of(shape, fit->bytes);
-        w.queue = cells;
-        w.forward_at = cells + num_cells;
-        w.backward_at = cells + 2 * num_cells;
-        w.away = cells + 3 * num_cells;
     }
-    for (int64_t i = 0; status == S1F_OK && i < 2 * num_cells; i++)
-        w.forward_at[i] = -1;
+    for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
+        w.forward_at[i] = w.backward_at[i] = -1;
     for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
         w.held = receive[rank].receive;
         find_passes(&w, rank);
         walk(&w, rank);
         w.start += w.start == NULL ? 0 : program->ranks[rank].num_units;
     }
-    free(cells);
-    free(receive);
+    s1f_pool_free(&pool);
     return status;
 }

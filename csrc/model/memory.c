@@ -99,16 +99,6 @@ static inline void give_back(ledger *l, const s1f_byte_tables *tables, uint32_t 
 }
 
 /* Every sum is at most `most_held` values of each holding, and of receive places. */
-static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
-{
-    int64_t most = INT64_MAX / (S1F_NUM_HOLDINGS + 1) / most_held;
-    for (int64_t i = 0; values != NULL && i < count; i++)
-        if (values[i] < 0 || values[i] > most)
-            return s1f_fail(S1F_ERR_ARG, "%s holds %lld bytes, must be in 0..%lld", name, (long long)values[i],
-                            (long long)most);
-    return S1F_OK;
-}
-
 static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes *bytes)
 {
     const s1f_shape *shape = &program->shape;
@@ -117,17 +107,16 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         most_held = greater(most_held, program->ranks[rank].num_units);
     for (int32_t e = 0; e < program->edges->num_edges; e++)
         num_places += program->edges->edges[e].num_places;
-    most_held = greater(most_held, num_places);
-    s1f_status status = require_bytes("message_bytes", bytes->message, columns, most_held);
-    if (status == S1F_OK)
-        status = require_bytes("statistics_bytes", bytes->statistics, columns, most_held);
-    for (int h = 0; h < S1F_NUM_HOLDINGS && status == S1F_OK; h++) {
+    int64_t most = INT64_MAX / (S1F_NUM_HOLDINGS + 1) / greater(most_held, num_places);
+    S1F_TRY(s1f_require_bytes("message_bytes", bytes->message, columns, most));
+    S1F_TRY(s1f_require_bytes("statistics_bytes", bytes->statistics, columns, most));
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
         s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
         if (h == S1F_HOLDS_FOR_WEIGHT && bytes->of[S1F_HOLDS_SAVED] == NULL) /* all that F saves is for W */
             facts.name = s1f_facts_of_holding(S1F_HOLDS_SAVED).name;
-        status = require_bytes(facts.name, bytes->of[h], s1f_table_count(shape, facts.per), most_held);
+        S1F_TRY(s1f_require_bytes(facts.name, bytes->of[h], s1f_table_count(shape, facts.per), most));
     }
-    return status;
+    return S1F_OK;
 }
 
 /* Each receive place holds, for the whole step, the largest message that comes into it. */

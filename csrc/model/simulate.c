@@ -1,11 +1,10 @@
 /* simulate.c - walks the orders of all ranks, each as far as its messages and credits go. */
 #include "simulate.h"
 
-#include "../core/pool.h"
-
 #include "../core/walk.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 /* One directed edge. Messages are numbered over all steps. A place holds one message at a time, so message n +
  * num_places is posted after n has been sent: the times of posts lie in a ring. */
@@ -60,17 +59,6 @@ typedef struct {
 } simulator;
 
 static const double NOT_COME = -1;
-
-static s1f_status require_bytes(const char *name, const int64_t *bytes, const s1f_shape *shape)
-{
-    for (int64_t column = 0; bytes != NULL && column < s1f_num_columns(shape); column++)
-        if (bytes[column] < 0) {
-            s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, column);
-            return s1f_fail(S1F_ERR_ARG, "%s of segment %d is %lld, must be at least 0", name, (int)unit.segment,
-                            (long long)bytes[column]);
-        }
-    return S1F_OK;
-}
 
 /* -- walking ------------------------------------------------------------------------------------------------------- */
 
@@ -311,13 +299,13 @@ static void end_step(simulator *s, int32_t rank)
         s1f_walk_wake(&s->walk, rank);
         return;
     }
-    if (++s->num_through < s->walk.num_ranks)
+    if (++s->num_through < s->walk.shape.num_ranks)
         return;
     s->num_through = 0;
     double all_through = 0;
-    for (int32_t other = 0; other < s->walk.num_ranks; other++)
+    for (int32_t other = 0; other < s->walk.shape.num_ranks; other++)
         all_through = s->ranks[other].now > all_through ? s->ranks[other].now : all_through;
-    for (int32_t other = 0; other < s->walk.num_ranks; other++) {
+    for (int32_t other = 0; other < s->walk.shape.num_ranks; other++) {
         s->ranks[other].now = all_through;
         run_optimizer(s, other);
         s1f_walk_wake(&s->walk, other);
@@ -325,33 +313,22 @@ static void end_step(simulator *s, int32_t rank)
 }
 
 /* Rarely enough to cost nothing, and many times a second: a turn is a unit or a few. */
-enum { TURNS_PER_REPORT = 1 << 17 };
-
-static s1f_status report(const simulator *s)
-{
-    int64_t num_run = 0;
-    for (int32_t rank = 0; rank < s->walk.num_ranks; rank++) {
-        const rank_state *r = &s->ranks[rank];
-        num_run += r->step * r->num_units + (r->step < s->num_steps ? s->walk.ranks[rank].next - r->units : 0);
-    }
-    return s->costs->progress(s->costs->progress_context, num_run);
-}
+enum { TURNS_PER_CHECK = 1 << 17 };
 
 static s1f_status run_all(simulator *s)
 {
-    int32_t num_ranks = s->walk.num_ranks;
+    int32_t num_ranks = s->walk.shape.num_ranks;
     const s1f_costs *costs = s->costs;
     int has_extras = costs->unit_seconds != NULL || costs->fills || costs->tier_seconds != NULL || costs->jitter > 0 ||
                      costs->transfer_jitter > 0 || s->simulation->causes != NULL;
     for (int32_t rank = 0; rank < num_ranks; rank++)
         begin_step(s, rank);
-    s1f_walk_ready_all(&s->walk);
     for (int64_t turns = 1; s->walk.num_ready > 0; turns++) {
         int32_t rank = s->walk.ready[--s->walk.num_ready];
         if (has_extras ? go_whole(s, rank) : go_plain(s, rank))
             end_step(s, rank);
-        if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0)
-            S1F_TRY(report(s));
+        if (turns % TURNS_PER_CHECK == 0)
+            S1F_TRY(s1f_check_interrupted());
     }
     for (int32_t rank = 0; rank < num_ranks; rank++)
         if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
@@ -367,20 +344,71 @@ static s1f_status run_all(simulator *s)
     return S1F_OK;
 }
 
+/* -- what it tells ------------------------------------------------------------------------------------------------- */
+
+/* Rows of all ranks, one after another in memory that begins at `block`. */
+static void *rows_of(s1f_simulation *simulation, const s1f_program *program, void *block, size_t bytes)
+{
+    char **rows = s1f_pool_take(&simulation->pool, (size_t)simulation->num_ranks, sizeof *rows), *row = block;
+    for (int32_t rank = 0; rows != NULL && row != NULL && rank < simulation->num_ranks; rank++) {
+        rows[rank] = row;
+        row += (size_t)program->ranks[rank].num_units * bytes;
+    }
+    return rows;
+}
+
+/* All times lie in one block: malloc gives large blocks back to the system, and the next simulation would have each
+ * page cleared anew. */
+static s1f_status create_simulation(const s1f_program *program, int with_causes, s1f_simulation **out)
+{
+    size_t num_ranks = (size_t)program->shape.num_ranks, total = (size_t)s1f_program_num_units(program);
+    size_t num_kept = with_causes ? 3 : 2;
+    s1f_simulation *made = calloc(1, sizeof *made);
+    if (made == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a simulation");
+    made->num_ranks = program->shape.num_ranks;
+    made->span = s1f_pool_take(&made->pool, num_ranks, sizeof *made->span);
+    made->busy = s1f_pool_take(&made->pool, num_ranks, sizeof *made->busy);
+    made->wait = s1f_pool_take(&made->pool, num_ranks, sizeof *made->wait);
+    made->times = malloc(num_kept * total * sizeof *made->times);
+    if (made->times != NULL) {
+        made->start = rows_of(made, program, made->times, sizeof *made->times);
+        made->end = rows_of(made, program, made->times + total, sizeof *made->times);
+    }
+    if (made->times != NULL && with_causes) {
+        made->slack = rows_of(made, program, made->times + 2 * total, sizeof *made->times);
+        made->causes = rows_of(made, program, s1f_pool_take(&made->pool, total, 1), 1);
+        made->completed = s1f_pool_take(&made->pool, total, sizeof *made->completed);
+    }
+    if (made->pool.is_short || made->times == NULL) {
+        s1f_simulation_free(made);
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a simulation");
+    }
+    *out = made;
+    return S1F_OK;
+}
+
+void s1f_simulation_free(s1f_simulation *simulation)
+{
+    if (simulation == NULL)
+        return;
+    s1f_pool_free(&simulation->pool);
+    free(simulation->times);
+    free(simulation);
+}
+
 /* -- preparing ----------------------------------------------------------------------------------------------------- */
 
 static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs)
 {
     const s1f_shape *shape = &program->shape;
-    int64_t num_units = 0, num_pairs = s1f_table_count(shape, S1F_PER_PAIR);
-    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
-        num_units += program->ranks[rank].num_units;
+    int64_t num_pairs = s1f_table_count(shape, S1F_PER_PAIR);
     S1F_TRY(s1f_require_seconds("the latency of a transfer is", costs->latency, num_pairs));
     S1F_TRY(s1f_require_seconds("the time per byte is", costs->seconds_per_byte, num_pairs));
     S1F_TRY(s1f_require_seconds("the time of a send is", &costs->send, 1));
     S1F_TRY(s1f_require_seconds("the time of the tier is", costs->tier_seconds, s1f_table_count(shape, S1F_PER_CELL)));
     S1F_TRY(s1f_require_seconds("the time of an optimizer is", costs->optimizer, shape->num_ranks));
-    S1F_TRY(s1f_require_seconds("the duration of a unit is", costs->unit_seconds, num_units));
+    S1F_TRY(s1f_require_seconds("the duration of a unit is", costs->unit_seconds, s1f_program_num_units(program)));
     if (!(costs->jitter >= 0 && costs->jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "jitter is %g, must be in 0..1: a share of a unit's seconds", costs->jitter);
     if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
@@ -388,8 +416,8 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
                         costs->transfer_jitter);
     if (costs->num_steps < 0)
         return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
-    S1F_TRY(require_bytes("message_bytes", costs->message_bytes, shape));
-    return require_bytes("statistics_bytes", costs->statistics_bytes, shape);
+    S1F_TRY(s1f_require_bytes("message_bytes", costs->message_bytes, s1f_num_columns(shape), INT64_MAX));
+    return s1f_require_bytes("statistics_bytes", costs->statistics_bytes, s1f_num_columns(shape), INT64_MAX);
 }
 
 /* The tables that the walk looks into; durations of passes that the order does not have may be anything. */
@@ -418,7 +446,7 @@ static s1f_status fill_seconds(simulator *s)
     return S1F_OK;
 }
 
-static int create_links(simulator *s)
+static void create_links(simulator *s)
 {
     for (int32_t e = 0; e < s->program->edges->num_edges; e++) {
         const s1f_edge *edge = &s->program->edges->edges[e];
@@ -439,15 +467,12 @@ static int create_links(simulator *s)
         s->ranks[edge->destination_rank].first_incoming = e;
         l->posted = s1f_pool_take(&s->pool, (size_t)ring, sizeof *l->posted);
         l->arrived = s1f_pool_take(&s->pool, (size_t)num_arrivals, sizeof *l->arrived);
-        if (s->pool.is_short)
-            return 0;
-        for (int64_t i = 0; i < num_arrivals; i++)
+        for (int64_t i = 0; l->arrived != NULL && i < num_arrivals; i++)
             l->arrived[i] = NOT_COME;
     }
-    return !s->pool.is_short;
 }
 
-static int create_arrays(simulator *s)
+static s1f_status create_arrays(simulator *s)
 {
     const s1f_shape *shape = &s->program->shape;
     size_t num_ranks = (size_t)shape->num_ranks, num_costs = (size_t)shape->num_stages * (size_t)s->num_columns;
@@ -459,8 +484,7 @@ static int create_arrays(simulator *s)
         s->kind_seconds = s1f_pool_take(&s->pool, num_costs, S1F_MAX_PASSES * sizeof *s->kind_seconds);
     if (s->costs->tier_seconds != NULL)
         s->tier_end = s1f_pool_take(&s->pool, (size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *s->tier_end);
-    if (s->pool.is_short)
-        return 0;
+    S1F_TRY(s1f_pool_status(&s->pool, "a simulation"));
     const double *seconds = s->costs->unit_seconds;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
@@ -476,34 +500,36 @@ static int create_arrays(simulator *s)
         r->end = s->simulation->end[rank];
         r->recorded = s->simulation->causes != NULL ? s->simulation->causes[rank] : NULL;
     }
-    return create_links(s);
+    create_links(s);
+    return s1f_pool_status(&s->pool, "a simulation");
+}
+
+static s1f_status simulate(simulator *s, int with_causes)
+{
+    S1F_TRY(check_costs(s->program, s->costs));
+    if (s->costs->fills && with_causes)
+        return s1f_fail(S1F_ERR_ARG, "slack is not known where W fills waits: its causes are many");
+    if (s->costs->tier_seconds != NULL && with_causes)
+        return s1f_fail(S1F_ERR_ARG, "slack is not known where the tier takes time");
+    S1F_TRY(create_simulation(s->program, with_causes, &s->simulation));
+    S1F_TRY(s1f_walk_create(s->program->edges, &s->program->shape, &s->pool, &s->walk));
+    S1F_TRY(create_arrays(s));
+    S1F_TRY(fill_seconds(s));
+    return run_all(s);
 }
 
 s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, int with_causes,
                                 s1f_simulation **out)
 {
-    int32_t num_ranks = program->shape.num_ranks;
     simulator s = {.program = program,
                    .costs = costs,
                    .num_steps = costs->num_steps > 0 ? costs->num_steps : 1,
                    .num_columns = s1f_num_columns(&program->shape)};
-    s1f_status status = check_costs(program, costs);
-    if (status != S1F_OK || (status = s1f_simulation_create(program, with_causes, &s.simulation)) != S1F_OK)
-        return status;
-    if (costs->fills && with_causes)
-        status = s1f_fail(S1F_ERR_ARG, "slack is not known where W fills waits: its causes are many");
-    if (costs->tier_seconds != NULL && with_causes)
-        status = s1f_fail(S1F_ERR_ARG, "slack is not known where the tier takes time");
-    if (status == S1F_OK)
-        status = s1f_walk_create(program->edges, &program->shape, &s.walk);
-    if (status == S1F_OK && !create_arrays(&s))
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %d ranks", num_ranks);
-    if (status == S1F_OK && (status = fill_seconds(&s)) == S1F_OK && (status = run_all(&s)) == S1F_OK) {
-        *out = s.simulation;
-        s.simulation = NULL;
-    }
+    s1f_status status = simulate(&s, with_causes);
     s1f_pool_free(&s.pool);
-    s1f_walk_free(&s.walk);
-    s1f_simulation_free(s.simulation);
+    if (status == S1F_OK)
+        *out = s.simulation;
+    else
+        s1f_simulation_free(s.simulation);
     return status;
 }

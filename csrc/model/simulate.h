@@ -6,7 +6,6 @@
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
-#include "../core/pool.h"
 #include "../core/program.h"
 
 typedef struct {
@@ -39,10 +38,6 @@ typedef struct {
      * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */
     int32_t num_steps, optimizer_sync;
     const double *optimizer;
-    /* Called now and then with the units that have run, over all steps; anything but S1F_OK ends the simulation and is
-     * its status. NULL: never. */
-    s1f_status (*progress)(void *context, int64_t num_run);
-    void *progress_context;
 } s1f_costs;
 
 /* -- what a simulation tells --------------------------------------------------------------------------------------- */
@@ -76,14 +71,11 @@ typedef struct { /* of the first step, but for `period` */
     s1f_pool pool; /* memory of all other arrays */
 } s1f_simulation;
 
-/* All zero, with room for times and, with causes, for what critical.h needs. *out is owned by the caller and untouched
- * on error. S1F_ERR_MEMORY. */
-s1f_status s1f_simulation_create(const s1f_program *program, int with_causes, s1f_simulation **out);
 void s1f_simulation_free(s1f_simulation *simulation); /* NULL is fine */
 
 /* With causes it keeps what critical.h needs. Time and memory are linear in the number of units.
- * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range.
- * *out is owned by the caller and untouched on error. Pure. */
+ * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range; or what
+ * s1f_check_interrupted says. *out is owned by the caller and untouched on error. */
 s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, int with_causes,
                                 s1f_simulation **out);
 /* What jitter multiplies the seconds of a message by, counted over all steps; 1 without. */

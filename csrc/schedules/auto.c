@@ -1,11 +1,11 @@
 /* auto.c - the shortest order that we find for any costs, transfers and caps.
  *
  * Starts are every named family that holds for these counts and this cap, so that auto never takes longer than one of
- * them, and list scheduling under several rules (list.h); the shortest of them are then improved (search.h). Ours; any
+ * them, and list scheduling under several rules (list.c); the shortest of them are then improved (search.h). Ours; any
  * counts. The search takes trees as chains, by their numbers: under a cap in bytes a nested order may fit where none of
  * these does. A whole backward has the time of I, and W takes none and follows at once. */
 #include "families.h"
-#include "list.h"
+#include "search.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -15,17 +15,25 @@ enum { RULE_TEXT_BYTES = 64, MOST_UNITS = 1 << 22 /* minutes of lists and search
 
 /* -- named families as starts -------------------------------------------------------------------------------------- */
 
+/* A B counts as an I, then a W. */
 static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_schedule *schedule)
 {
+    int32_t *next = s1f_search_order(search);
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
         if (s1f_schedule_shape(schedule).rank_of_stage[stage] != p->shape.rank_of_stage[stage])
             return;
-    s1f_search_begin(search);
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            s1f_search_append(search, units[i]);
+        for (int64_t i = 0; i < num_units; i++) {
+            s1f_unit unit = units[i];
+            if (unit.pass == S1F_PASS_BACKWARD) {
+                unit.pass = S1F_PASS_BACKWARD_INPUT;
+                *next++ = s1f_problem_number_of(p, unit);
+                unit.pass = S1F_PASS_BACKWARD_WEIGHT;
+            }
+            *next++ = s1f_problem_number_of(p, unit);
+        }
     }
     s1f_search_offer(search);
 }
@@ -51,17 +59,17 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
     static const uint32_t ours[] = {S1F_OPTION_COSTS, S1F_OPTION_CAP, S1F_OPTION_EXTRA_WARMUP};
     const s1f_options *given = &request->options;
     int64_t all = request->stages_per_rank * request->num_cells;
-    s1f_family_facts facts;
+    const s1f_named_family *named;
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; s1f_schedule_family(i, &facts) && status == S1F_OK; i++) {
-        int is_left_out = strcmp(facts.name, s1f_family_auto.segments.name) == 0 ||
-                          (request->stages_per_rank > 1 && facts.placement != placement);
+    for (int32_t i = 0; (named = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
+        int32_t of_family = named->family->placement == 0 ? S1F_PLACEMENT_LOOP : named->family->placement;
+        int is_left_out = named->family == &s1f_family_auto || (request->stages_per_rank > 1 && of_family != placement);
         for (uint32_t set = 0; set < 8 && !is_left_out && status == S1F_OK; set++) {
             s1f_options options = {.segments_of = given->segments_of, .parents = given->parents};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
                 asked |= set >> bit & 1 ? ours[bit] : 0;
-            if ((asked & facts.options) != asked || (asked & S1F_OPTION_COSTS && given->costs[0] == NULL))
+            if ((asked & named->family->options) != asked || (asked & S1F_OPTION_COSTS && given->costs[0] == NULL))
                 continue;
             if (asked & S1F_OPTION_COSTS)
                 memcpy(options.costs, given->costs, sizeof options.costs);
@@ -69,7 +77,7 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
                 options.cap = given->cap != 0 ? given->cap : all;
             options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
             if ((status = s1f_check_interrupted()) == S1F_OK)
-                status = offer_named(request, problem, search, facts.name, &options);
+                status = offer_named(request, problem, search, named->name->name, &options);
         }
     }
     return status;
@@ -85,8 +93,7 @@ static s1f_status create_problem(const s1f_request *request, s1f_shape shape, s1
     double *seconds = s1f_pool_take(pool, S1F_SPLIT_PASSES * cells, sizeof *seconds);
     int64_t *unit_bytes = s1f_pool_take(pool, cells, sizeof *unit_bytes);
     int64_t *cap_bytes = s1f_pool_take(pool, P, sizeof *cap_bytes);
-    if (pool->is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", shape.num_stages);
+    S1F_TRY(s1f_pool_status(pool, "the costs of units"));
     int has_costs = options->costs[0] != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
     for (size_t i = 0; i < cells; i++) {
         double input = has_costs ? options->costs[1][i] : 1, weight = has_costs ? options->costs[2][i] : 1;
@@ -102,45 +109,42 @@ static s1f_status create_problem(const s1f_request *request, s1f_shape shape, s1
     shape.trees = NULL;
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
     *problem = (s1f_problem){.shape = shape,
-                             .seconds = {seconds, seconds + cells, seconds + 2 * cells},
+                             .pass_seconds = {seconds, seconds + cells, seconds + 2 * cells},
                              .transfer = options->transfer,
                              .unit_bytes = unit_bytes,
                              .cap_bytes = cap_bytes};
-    return S1F_OK;
+    return s1f_problem_number(problem, pool);
 }
 
-static s1f_status build_placed(const s1f_request *request, int32_t kind, double *makespan, s1f_schedule **out)
+/* Appends the shortest order found to an empty schedule. */
+static s1f_status search_order(const s1f_request *request, int32_t placement, s1f_pool *pool, double *makespan,
+                               s1f_schedule *schedule)
 {
-    s1f_placement *placement = kind == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop;
-    s1f_pool pool = {0};
     s1f_problem problem;
-    s1f_search *search = NULL;
-    s1f_schedule *schedule = NULL;
-    S1F_TRY(s1f_schedule_place(request, placement, &schedule));
-    s1f_status status = create_problem(request, s1f_schedule_shape(schedule), &pool, &problem);
-    if (status != S1F_OK || (status = s1f_search_create(&problem, &search)) != S1F_OK ||
-        (status = offer_families(request, kind, &problem, search)) != S1F_OK ||
-        (status = s1f_offer_lists(&problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
-        goto done;
+    s1f_search *search;
+    S1F_TRY(create_problem(request, s1f_schedule_shape(schedule), pool, &problem));
+    S1F_TRY(s1f_search_create(&problem, pool, &search));
+    S1F_TRY(offer_families(request, placement, &problem, search));
+    S1F_TRY(s1f_offer_lists(&problem, search));
+    S1F_TRY(s1f_search_run(search));
     *makespan = s1f_search_makespan(search);
     if (isinf(*makespan))
-        status = s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
-    else
-        status = s1f_search_take(search, request->options.backward != S1F_BACKWARD_WHOLE, schedule);
-    if (status == S1F_OK) {
-        *out = schedule;
-        schedule = NULL;
-    }
+        return s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
+    return s1f_search_take(search, request->options.backward != S1F_BACKWARD_WHOLE, schedule);
+}
 
-done:
-    s1f_schedule_free(schedule);
-    s1f_search_free(search);
+static s1f_status build_placed(const s1f_request *request, int32_t placement, double *makespan, s1f_schedule **out)
+{
+    s1f_pool pool = {0};
+    s1f_schedule *schedule = NULL;
+    S1F_TRY(s1f_schedule_place(request, placement, &schedule));
+    s1f_status status = search_order(request, placement, &pool, makespan, schedule);
     s1f_pool_free(&pool);
-    return status;
+    return s1f_schedule_finish(schedule, status, out);
 }
 
 /* The first rank whose cap in bytes is below one micro-batch, and how much that is; 0: none. */
-static int find_short_rank(const s1f_request *request, s1f_placement *placement, int32_t *rank, int64_t *least)
+static int find_short_rank(const s1f_request *request, int32_t placement, int32_t *rank, int64_t *least)
 {
     const s1f_options *options = &request->options;
     int32_t P = request->num_ranks, num_kinds = options->segments_of != NULL ? request->num_microbatches : 1;
@@ -150,7 +154,7 @@ static int find_short_rank(const s1f_request *request, s1f_placement *placement,
             int32_t k = options->segments_of != NULL ? options->segments_of[m] : request->num_segments;
             *least = 0;
             for (int32_t stage = 0; stage < P * request->stages_per_rank; stage++)
-                for (int32_t s = 0; s < k && placement(P, stage) == *rank; s++)
+                for (int32_t s = 0; s < k && s1f_rank_of_stage(placement, P, stage) == *rank; s++)
                     *least += options->unit_bytes[stage * request->num_columns + first + s];
             if (options->cap_bytes[*rank] < *least)
                 return 1;
@@ -165,9 +169,7 @@ static int may_place(const s1f_request *request, int32_t placement)
 {
     int32_t wanted = request->stages_per_rank == 1 ? S1F_PLACEMENT_LOOP : request->options.placement, rank;
     int64_t least;
-    return (wanted == 0 || wanted == placement) &&
-           !find_short_rank(request, placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &rank,
-                            &least);
+    return (wanted == 0 || wanted == placement) && !find_short_rank(request, placement, &rank, &least);
 }
 
 /* If no placement is given, builds both and takes the shorter; V wins ties: its turns need no transfer. */
@@ -202,7 +204,7 @@ static const char *broken_rule(const s1f_request *request)
     if (may_place(request, S1F_PLACEMENT_V) || may_place(request, S1F_PLACEMENT_LOOP))
         return NULL;
     int is_loop = request->stages_per_rank == 1 || request->options.placement == S1F_PLACEMENT_LOOP;
-    find_short_rank(request, is_loop ? s1f_placement_loop : s1f_placement_wave, &rank, &least);
+    find_short_rank(request, is_loop ? S1F_PLACEMENT_LOOP : S1F_PLACEMENT_V, &rank, &least);
     snprintf(text, sizeof text, "cap_bytes >= %lld on rank %d", (long long)least, rank);
     return text;
 }

@@ -1,7 +1,6 @@
 /* families.c - the table of the families, the checks of a request, and what families share. */
 #include "families.h"
 
-#include "../core/pool.h"
 #include "../core/table.h"
 
 #include <math.h>
@@ -9,10 +8,7 @@
 #include <string.h>
 
 /* Every name, in the order in which they are listed, and tried by auto. */
-static const struct {
-    const s1f_family *family;
-    const s1f_family_name *name;
-} families[] = {
+static const s1f_named_family families[] = {
     {&s1f_family_seq1f1b, &s1f_family_seq1f1b.segments},
     {&s1f_family_1f1b, &s1f_family_1f1b.whole},
     {&s1f_family_gpipe, &s1f_family_gpipe.whole},
@@ -39,33 +35,9 @@ static const struct {
 static const double MOST_SECONDS = 1e300; /* of all units and messages: their sums are finite then */
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128, RULE_TEXT_BYTES = 64 };
 
-int s1f_schedule_family(int32_t i, s1f_family_facts *facts)
+const s1f_named_family *s1f_schedule_family(int32_t i)
 {
-    if (i < 0 || i >= NUM_FAMILIES)
-        return 0;
-    const s1f_family *family = families[i].family;
-    const s1f_family_name *name = families[i].name;
-    *facts = (s1f_family_facts){
-        .name = name->name,
-        .description = name->description,
-        .source = name->source,
-        .validity = name->validity,
-        .has_segments = name == &family->segments,
-        .placement = family->placement != 0 ? family->placement : S1F_PLACEMENT_LOOP,
-        .stages_per_rank = family->stages_per_rank,
-        .options = family->options,
-        .splits = family->splits || family->most_live != NULL,
-    };
-    return 1;
-}
-
-/* The number of a name, NUM_FAMILIES if there is none. */
-static int32_t find(const char *name)
-{
-    int32_t i = 0;
-    while (i < NUM_FAMILIES && strcmp(families[i].name->name, name) != 0)
-        i++;
-    return i;
+    return i < NUM_FAMILIES ? &families[i] : NULL;
 }
 
 static s1f_status refuse_option(const s1f_request *request, const char *option)
@@ -120,15 +92,8 @@ static s1f_status check_bytes(const s1f_request *request)
         return s1f_fail(S1F_ERR_ARG, "cap, in units, and cap_bytes are two forms of one cap: give one");
     int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     int64_t most = INT64_MAX / (count * request->num_microbatches);
-    for (int64_t i = 0; i < count; i++)
-        if (options->unit_bytes[i] < 0 || options->unit_bytes[i] > most)
-            return s1f_fail(S1F_ERR_ARG, "unit_bytes hold %lld, must be in 0..%lld", (long long)options->unit_bytes[i],
-                            (long long)most);
-    for (int32_t rank = 0; rank < request->num_ranks; rank++)
-        if (options->cap_bytes[rank] < 0)
-            return s1f_fail(S1F_ERR_ARG, "cap_bytes hold %lld, must be at least 0",
-                            (long long)options->cap_bytes[rank]);
-    return S1F_OK;
+    S1F_TRY(s1f_require_bytes("unit_bytes", options->unit_bytes, count, most));
+    return s1f_require_bytes("cap_bytes", options->cap_bytes, request->num_ranks, INT64_MAX);
 }
 
 static s1f_status check_option(const s1f_options *options, const s1f_option *option)
@@ -151,11 +116,18 @@ static s1f_status check_option(const s1f_options *options, const s1f_option *opt
     }
 }
 
+static int option_is_given(const s1f_options *options, int option)
+{
+    static const char nothing[sizeof options->costs];
+    const s1f_option *row = &s1f_option_table[option];
+    return memcmp((const char *)options + row->offset, nothing, row->bytes) != 0;
+}
+
 static s1f_status check_options(const s1f_request *request)
 {
     const s1f_options *options = &request->options;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
-        if (!(request->family->options >> i & 1) && s1f_option_is_given(options, i))
+        if (!(request->family->options >> i & 1) && option_is_given(options, i))
             return refuse_option(request, s1f_option_table[i].name);
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         S1F_TRY(check_option(options, &s1f_option_table[i]));
@@ -191,15 +163,14 @@ static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_
     S1F_TRY(require_at_least("num_microbatches", num_microbatches, 1));
     S1F_TRY(require_at_least("num_segments", num_segments, 1));
     S1F_TRY(require_at_least("stages_per_rank", stages_per_rank, 1));
-    int32_t i = find(name);
+    int32_t i = 0;
+    while (i < NUM_FAMILIES && strcmp(families[i].name->name, name) != 0)
+        i++;
     if (i == NUM_FAMILIES)
         return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", name);
     request->family = families[i].family;
     request->name = families[i].name;
-    int64_t most = S1F_MAX_FORWARD_UNITS, stages = (int64_t)request->num_ranks * request->stages_per_rank;
-    if (stages > most || (int64_t)request->num_microbatches * request->num_segments > most / stages)
-        return s1f_fail(S1F_ERR_ARG, "%lld stages x %d micro-batches x %d segments are more than %lld units",
-                        (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
+    S1F_TRY(s1f_check_num_units((int64_t)num_ranks * stages_per_rank, num_microbatches, num_segments));
     request->num_columns = request->num_segments;
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
     if (request->options.segments_of != NULL)
@@ -255,18 +226,14 @@ static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 {
     const s1f_family *family = request->family;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_place(
-        request, family->placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &schedule);
+    s1f_status status = s1f_schedule_place(request, family->placement, &schedule);
     int is_nested = status == S1F_OK && family->options & S1F_OPTION_TREES &&
                     request->options.trees != S1F_TREES_BY_NUMBER && s1f_schedule_shape(schedule).trees != NULL;
     for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
         status = (is_nested ? s1f_order_nested : family->order_of_rank)(request, schedule, rank);
-    if (status == S1F_OK && family->most_live == NULL) {
-        *out = schedule;
-        return S1F_OK;
-    }
-    if (status == S1F_OK)
-        status = s1f_schedule_split(request, schedule, out);
+    if (family->most_live == NULL || status != S1F_OK)
+        return s1f_schedule_finish(schedule, status, out);
+    status = s1f_schedule_split(request, schedule, out);
     s1f_schedule_free(schedule);
     return status;
 }
@@ -286,18 +253,13 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
 
 /* -- what families share ------------------------------------------------------------------------------------------- */
 
-int32_t s1f_placement_loop(int32_t num_ranks, int32_t stage)
+int32_t s1f_rank_of_stage(int32_t placement, int32_t num_ranks, int32_t stage)
 {
-    return stage % num_ranks;
+    int32_t place = stage % num_ranks, goes_back = placement == S1F_PLACEMENT_V && stage / num_ranks % 2 == 1;
+    return goes_back ? num_ranks - 1 - place : place;
 }
 
-int32_t s1f_placement_wave(int32_t num_ranks, int32_t stage)
-{
-    int32_t place = stage % num_ranks;
-    return stage / num_ranks % 2 == 0 ? place : num_ranks - 1 - place;
-}
-
-s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out)
+s1f_status s1f_schedule_place(const s1f_request *request, int32_t placement, s1f_schedule **out)
 {
     const int32_t *segments_of = request->options.segments_of;
     s1f_pool pool = {0};
@@ -309,14 +271,14 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     int32_t *rank_of_stage = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *rank_of_stage);
     int64_t *first_cell = s1f_pool_take(&pool, num_first, sizeof *first_cell);
     for (int32_t stage = 0; !pool.is_short && stage < shape.num_stages; stage++)
-        rank_of_stage[stage] = placement(shape.num_ranks, stage);
+        rank_of_stage[stage] = s1f_rank_of_stage(placement, shape.num_ranks, stage);
     for (size_t m = 1; !pool.is_short && m < num_first; m++)
         first_cell[m] = first_cell[m - 1] + segments_of[m - 1];
     shape.rank_of_stage = rank_of_stage;
     shape.first_cell = segments_of == NULL ? NULL : first_cell;
-    s1f_status status = pool.is_short
-                            ? s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", shape.num_stages)
-                            : s1f_schedule_create(&shape, request->options.parents, out);
+    s1f_status status = s1f_pool_status(&pool, "the placement of stages");
+    if (status == S1F_OK)
+        status = s1f_schedule_create(&shape, request->options.parents, out);
     s1f_pool_free(&pool);
     return status;
 }

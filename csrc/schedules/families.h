@@ -8,8 +8,17 @@ typedef struct s1f_family s1f_family;
 
 /* A name of a family. A family may have two: one over whole micro-batches, and one over segments. */
 typedef struct {
-    const char *name, *description, *source, *validity; /* as in s1f_family_facts */
+    const char *name, *description, *source;
+    const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
 } s1f_family_name;
+
+typedef struct {
+    const s1f_family *family;
+    const s1f_family_name *name;
+} s1f_named_family;
+
+/* Name i of the list; NULL past the last. */
+const s1f_named_family *s1f_schedule_family(int32_t i);
 
 /* What a builder is asked for. The counts are at least 1, the options are ones that the family takes. */
 typedef struct {
@@ -25,11 +34,11 @@ typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *s
 
 struct s1f_family {
     s1f_family_name whole, segments; /* names over whole micro-batches, and over segments: one or both */
-    int32_t stages_per_rank;         /* v */
+    int32_t stages_per_rank;         /* least v that the source builds */
     int32_t takes_more_stages;       /* 1: the least v; 0: the only v */
     int32_t takes_equal_rows;        /* 1: all micro-batches have the same k */
     uint32_t options;                /* bits */
-    int32_t splits;                  /* 1: the orders have I and W, though most_live is NULL */
+    int32_t splits;                  /* 1: the orders have I and W, unless option backward says otherwise */
     int32_t placement;               /* S1F_PLACEMENT_V; 0: a loop, or as an option says */
     /* The first of the family's other rules that the request breaks, as text (static, or valid until the next call of
      * this thread); NULL where it breaks none. A NULL function: there are none. */
@@ -53,12 +62,11 @@ extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s
 /* -- what families share ------------------------------------------------------------------------------------------- */
 
 /* The rank of a stage: stages go round the ranks, 0 .. P-1, 0 .. P-1; or to and fro in a V (in waves where v > 2),
- * 0 .. P-1, P-1 .. 0, so that a turn needs no transfer. */
-typedef int32_t s1f_placement(int32_t num_ranks, int32_t stage);
-s1f_placement s1f_placement_loop, s1f_placement_wave;
+ * 0 .. P-1, P-1 .. 0, so that a turn needs no transfer. placement: S1F_PLACEMENT_V, or else a loop. */
+int32_t s1f_rank_of_stage(int32_t placement, int32_t num_ranks, int32_t stage);
 
 /* An empty schedule with the request's counts. */
-s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out);
+s1f_status s1f_schedule_place(const s1f_request *request, int32_t placement, s1f_schedule **out);
 
 /* Appends the i-th unit of a pass and a stage in plain order: micro-batches ascend, their segments ascend in F and
  * descend in B and I. */
@@ -80,7 +88,7 @@ int64_t s1f_extra_warmup(const s1f_request *request, int32_t rank);
 /* The rule of M, or of M k where there are segments, of a family with both names: its validity begins with it. */
 const char *s1f_rule_of_units(const s1f_request *request);
 
-/* -- patterns of a rank with two stages in a V (v_pattern.c) ------------------------------------------------------- */
+/* -- patterns of a rank with one stage, or two in a V (v_pattern.c) ------------------------------------------------ */
 
 typedef struct {
     s1f_schedule *schedule;

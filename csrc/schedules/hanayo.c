@@ -51,7 +51,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
     s1f_pool pool = {0};
-    S1F_TRY(s1f_schedule_place(request, s1f_placement_wave, &b.out));
+    S1F_TRY(s1f_schedule_place(request, S1F_PLACEMENT_V, &b.out));
     s1f_shape shape = s1f_schedule_shape(b.out);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
     b.next_forward = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next_forward);
@@ -60,11 +60,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
     if (status == S1F_OK)
         status = s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b);
     s1f_pool_free(&pool);
-    if (status == S1F_OK)
-        *out = b.out;
-    else
-        s1f_schedule_free(b.out);
-    return status;
+    return s1f_schedule_finish(b.out, status, out);
 }
 
 static const char *broken_rule(const s1f_request *request)

@@ -3,7 +3,6 @@
 #ifndef S1F_IN_TIME_H
 #define S1F_IN_TIME_H
 
-#include "../core/edges.h"
 #include "../core/pool.h"
 #include "../core/table.h"
 
@@ -22,11 +21,9 @@ double s1f_board_ready(const s1f_board *board, s1f_unit unit);
 void s1f_board_start(s1f_board *board, s1f_unit unit, double end);
 
 typedef struct {
-    /* What a free rank does now, and for how many seconds; 0: it waits. Asked again once a unit has ended that changes
-     * the answer: one of its own, or one that it may wait for. */
+    /* What a free rank does now, and for how many seconds; 0: it waits. Asked whenever a unit of any rank has ended. */
     int (*choose)(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
     s1f_status (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
-    int all_look; /* 1: what a rank does may depend on any unit of any rank */
 } s1f_clock_rules;
 
 /* Runs num_units units of all ranks, from time 0. Times that differ by at most `tolerance` are one. S1F_ERR_SCHEDULE:

@@ -1,11 +1,14 @@
-/* list.c - a walk for each rule, in which every free rank chooses its next unit.
+/* list.c - list scheduling, whose orders are starts of a search: a walk in time for each rule.
+ *
+ * A free rank takes the first unit, by its rule, among the units that are ready or, with patience, will be soon; it
+ * takes a W if there is time left, or memory is short. No rule fills a rank with forwards that leave no room for the
+ * rest of the oldest micro-batch, so ranks never wait for each other for ever [Dijkstra's banker: micro-batches end in
+ * their order].
  *
  * Each stage has one unit of F, one of I and one of W that comes next in plain order, and when these can start is known
  * as soon as what they wait for has started. So a choice looks at 2 v numbers, and a unit that starts changes those of
  * its own stage and of the one that waits for it. */
-#include "list.h"
-
-#include "../core/pool.h"
+#include "search.h"
 
 #include <math.h>
 #include <string.h>
@@ -38,8 +41,7 @@ typedef struct {
 typedef struct {
     const s1f_problem *problem;
     s1f_search *search;
-    s1f_problem_units units; /* of the search */
-    s1f_pool pool;           /* of all arrays */
+    s1f_pool pool; /* of all arrays */
     rule rule;
     int32_t *stages;       /* [rank][v] ascending */
     int32_t *going_back;   /* [i]: the cell that goes back as the i-th */
@@ -52,6 +54,7 @@ typedef struct {
     int64_t *held;         /* [rank] bytes */
     double *rank_free;     /* [rank] seconds */
     double *rank_left;     /* [rank] seconds of the rank's units that have not started */
+    int32_t **behind;      /* [rank] behind the rank's last unit in the start that is written */
     int32_t *last_pass;    /* [rank] F or I */
     choice *choices;       /* [rank] */
 } lister;
@@ -60,7 +63,7 @@ typedef struct {
 static int32_t number_at(const lister *l, int32_t pass, int32_t stage, int32_t i)
 {
     int32_t cell = pass == FORWARD ? i : l->going_back[i];
-    return (pass * l->problem->shape.num_stages + stage) * l->units.num_cells + cell;
+    return (pass * l->problem->shape.num_stages + stage) * l->problem->num_cells + cell;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -68,28 +71,28 @@ static int32_t number_at(const lister *l, int32_t pass, int32_t stage, int32_t i
 /* Bytes of the forwards of a stage that have started, of micro-batches from `from` on; none of them has gone back. */
 static int64_t bytes_started(const lister *l, int32_t stage, int32_t from)
 {
-    const int64_t *before = &l->bytes_before[(int64_t)stage * (l->units.num_cells + 1)];
+    const int64_t *before = &l->bytes_before[(int64_t)stage * (l->problem->num_cells + 1)];
     int64_t first = s1f_first_cell(&l->problem->shape, from), started = l->num_started[stage];
     return started > first ? before[started] - before[first] : 0;
 }
 
 static int32_t microbatch_of(const lister *l, int32_t cell)
 {
-    return l->units.units[cell].microbatch; /* the first numbers are those of stage 0 */
+    return l->problem->units[cell].microbatch; /* the first numbers are those of stage 0 */
 }
 
 /* The micro-batch of the next F of a stage, M where none is left. */
 static int32_t next_microbatch(const lister *l, int32_t stage)
 {
     int32_t i = l->num_started[stage];
-    return i < l->units.num_cells ? microbatch_of(l, i) : l->problem->shape.num_microbatches;
+    return i < l->problem->num_cells ? microbatch_of(l, i) : l->problem->shape.num_microbatches;
 }
 
 /* Whether an F fits on its rank now, with room left for the rest of the rank's oldest micro-batch. */
 static int fits(const lister *l, int32_t rank, int32_t stage)
 {
     const s1f_problem *p = l->problem;
-    int64_t limit = l->limits[rank], bytes = l->units.bytes[l->next[stage].number], later = 0;
+    int64_t limit = l->limits[rank], bytes = l->problem->bytes[l->next[stage].number], later = 0;
     if (limit == INT64_MAX)
         return 1;
     if (l->held[rank] > limit - bytes)
@@ -114,13 +117,13 @@ static void look(lister *l, int32_t pass, int32_t stage)
     int32_t S = l->problem->shape.num_stages, i = l->num_started[pass * S + stage];
     next_unit *next = &l->next[pass * S + stage];
     *next = (next_unit){-1, INFINITY, 0};
-    if (i == l->units.num_cells)
+    if (i == l->problem->num_cells)
         return;
     next->number = number_at(l, pass, stage, i);
-    int32_t source = l->units.source[next->number];
+    int32_t source = l->problem->source[next->number];
     if (pass == INPUT && l->going_back[i] >= l->num_started[stage])
         return; /* the cell's own F has not started */
-    next->ready = source < 0 ? 0 : l->end[source] + l->units.lag[next->number];
+    next->ready = source < 0 ? 0 : l->end[source] + l->problem->lag[next->number];
 }
 
 /* The stage of the rank's oldest W; -1: none. */
@@ -151,10 +154,10 @@ static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stag
     case FORWARD_FIRST: return (pass != FORWARD) * twice - stage;
     case ALTERNATING: return (pass == l->last_pass[rank]) * twice - stage;
     case OLDEST_FIRST:
-        return twice * microbatch_of(l, number % l->units.num_cells) - (pass == FORWARD ? stage : twice - stage);
+        return twice * microbatch_of(l, number % l->problem->num_cells) - (pass == FORWARD ? stage : twice - stage);
     case LONGEST_TAIL: break;
     }
-    return -l->units.tail[number];
+    return -l->problem->tail[number];
 }
 
 /* When any of the rank's next F and I could start; looks at which have room. */
@@ -188,7 +191,7 @@ static choice choose_on_path(lister *l, int32_t rank, int *is_full)
         const next_unit *next = &l->next[pass * S + stage];
         if (isinf(next->ready) || next->is_refused)
             continue;
-        double begin = fmax(next->ready, now), patience = l->rule.is_patient ? l->units.seconds[next->number] : 0;
+        double begin = fmax(next->ready, now), patience = l->rule.is_patient ? l->problem->seconds[next->number] : 0;
         if (begin > earliest + patience)
             continue;
         double place = standing(l, rank, pass, stage);
@@ -211,7 +214,7 @@ static choice choose(lister *l, int32_t rank)
         return best;
     choice weight = {WEIGHT, stage, now};
     double seconds =
-        l->units.seconds[number_at(l, WEIGHT, stage, l->num_started[WEIGHT * l->problem->shape.num_stages + stage])];
+        l->problem->seconds[number_at(l, WEIGHT, stage, l->num_started[WEIGHT * l->problem->shape.num_stages + stage])];
     if (seconds <= 0) /* frees its memory for nothing */
         return weight;
     if (best.begin <= now && !is_full)
@@ -226,30 +229,30 @@ static int32_t start_unit(lister *l, int32_t rank, choice chosen)
 {
     int32_t S = l->problem->shape.num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
     int32_t number = number_at(l, chosen.pass, chosen.stage, (*started)++);
-    l->rank_free[rank] = l->end[number] = chosen.begin + l->units.seconds[number];
-    l->rank_left[rank] -= l->units.seconds[number];
-    l->held[rank] += l->units.bytes[number];
+    l->rank_free[rank] = l->end[number] = chosen.begin + l->problem->seconds[number];
+    l->rank_left[rank] -= l->problem->seconds[number];
+    l->held[rank] += l->problem->bytes[number];
     if (chosen.pass != WEIGHT) {
         l->last_pass[rank] = chosen.pass;
         look(l, chosen.pass, chosen.stage);
     }
     if (chosen.pass == FORWARD)
         look(l, INPUT, chosen.stage); /* which may have waited for it */
-    s1f_search_append_number(l->search, number);
+    *l->behind[rank]++ = number;
     return number;
 }
 
 /* The unit that waits for this one can start, if it is the next of its stage: its rank may choose anew. */
 static void tell_target(lister *l, int32_t number)
 {
-    int32_t target = l->units.target[number], S = l->problem->shape.num_stages;
+    int32_t target = l->problem->target[number], S = l->problem->shape.num_stages;
     if (target < 0)
         return;
-    int32_t row = target / l->units.num_cells; /* [pass][stage] */
+    int32_t row = target / l->problem->num_cells; /* [pass][stage] */
     if (l->next[row].number != target)
         return;
     look(l, row / S, row % S);
-    l->choices[l->units.rank[target]] = choose(l, l->units.rank[target]);
+    l->choices[l->problem->rank[target]] = choose(l, l->problem->rank[target]);
 }
 
 /* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it
@@ -267,7 +270,7 @@ static int64_t limit_of(const lister *l, int32_t rank)
 static void reset(lister *l)
 {
     const s1f_problem *p = l->problem;
-    for (int32_t i = 0; i < l->units.num_units; i++)
+    for (int32_t i = 0; i < l->problem->num_units; i++)
         l->end[i] = INFINITY;
     memset(l->num_started, 0, (size_t)(S1F_SPLIT_PASSES * p->shape.num_stages) * sizeof *l->num_started);
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
@@ -278,15 +281,16 @@ static void reset(lister *l)
         l->limits[rank] = limit_of(l, rank);
         l->held[rank] = 0;
         l->rank_free[rank] = 0;
-        l->rank_left[rank] = l->units.work[rank];
+        l->rank_left[rank] = l->problem->work[rank];
         l->last_pass[rank] = INPUT;
+        l->behind[rank] = s1f_search_order(l->search) + l->problem->first[rank];
     }
 }
 
 /* Whether a rank that has just started a unit must end too late for the order to be kept. */
 static int is_late(const lister *l, int32_t rank, int32_t number, double limit)
 {
-    double tail = l->units.tail[number], left = l->rank_left[rank];
+    double tail = l->problem->tail[number], left = l->rank_left[rank];
     return l->rank_free[rank] + (left > tail ? left : tail) > limit;
 }
 
@@ -298,7 +302,6 @@ static void walk(lister *l)
     reset(l);
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         l->choices[rank] = choose(l, rank);
-    s1f_search_begin(l->search);
     for (;;) {
         int32_t rank = 0;
         for (int32_t other = 1; other < p->shape.num_ranks; other++)
@@ -318,12 +321,12 @@ static void walk(lister *l)
 static void count_bytes(lister *l)
 {
     const s1f_problem *p = l->problem;
-    int64_t count = l->units.num_cells;
+    int64_t count = l->problem->num_cells;
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         int64_t *before = &l->bytes_before[stage * (count + 1)];
         before[0] = 0;
         for (int64_t i = 0; i < count; i++)
-            before[i + 1] = before[i] + l->units.bytes[stage * count + i];
+            before[i + 1] = before[i] + l->problem->bytes[stage * count + i];
     }
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         for (int32_t m = 0; m < p->shape.num_microbatches; m++) {
@@ -345,7 +348,7 @@ static void fill(lister *l)
         for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
             if (p->shape.rank_of_stage[stage] == rank)
                 l->stages[num_placed++] = stage;
-    for (int32_t i = 0; i < l->units.num_cells; i++)
+    for (int32_t i = 0; i < l->problem->num_cells; i++)
         l->going_back[i] = (int32_t)s1f_cell(&p->shape, s1f_unit_going_back(&p->shape, S1F_PASS_BACKWARD_INPUT, 0, i));
     count_bytes(l);
 }
@@ -354,22 +357,22 @@ static s1f_status create_lister(lister *l)
 {
     const s1f_problem *p = l->problem;
     size_t P = (size_t)p->shape.num_ranks, S = (size_t)p->shape.num_stages;
-    size_t count = (size_t)l->units.num_cells;
+    size_t count = (size_t)l->problem->num_cells;
     l->stages = s1f_pool_take(&l->pool, S, sizeof *l->stages);
     l->going_back = s1f_pool_take(&l->pool, count, sizeof *l->going_back);
     l->bytes_before = s1f_pool_take(&l->pool, S * (count + 1), sizeof *l->bytes_before);
     l->batch_bytes = s1f_pool_take(&l->pool, P, sizeof *l->batch_bytes);
     l->limits = s1f_pool_take(&l->pool, P, sizeof *l->limits);
-    l->end = s1f_pool_take(&l->pool, (size_t)l->units.num_units, sizeof *l->end);
+    l->end = s1f_pool_take(&l->pool, (size_t)l->problem->num_units, sizeof *l->end);
     l->num_started = s1f_pool_take(&l->pool, S1F_SPLIT_PASSES * S, sizeof *l->num_started);
     l->next = s1f_pool_take(&l->pool, 2 * S, sizeof *l->next);
     l->held = s1f_pool_take(&l->pool, P, sizeof *l->held);
     l->rank_free = s1f_pool_take(&l->pool, P, sizeof *l->rank_free);
     l->rank_left = s1f_pool_take(&l->pool, P, sizeof *l->rank_left);
+    l->behind = s1f_pool_take(&l->pool, P, sizeof *l->behind);
     l->last_pass = s1f_pool_take(&l->pool, P, sizeof *l->last_pass);
     l->choices = s1f_pool_take(&l->pool, P, sizeof *l->choices);
-    if (l->pool.is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
+    S1F_TRY(s1f_pool_status(&l->pool, "lists of units"));
     fill(l);
     return S1F_OK;
 }
@@ -381,14 +384,14 @@ static int is_repeated(const lister *l)
     int is_below = l->rule.limit == 0, has_weights = !l->rule.may_delay_w;
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         is_below |= limit_of(l, rank) < p->cap_bytes[rank];
-    for (int32_t i = WEIGHT * p->shape.num_stages * l->units.num_cells; i < l->units.num_units; i++)
-        has_weights |= l->units.seconds[i] > 0;
+    for (int32_t i = WEIGHT * p->shape.num_stages * l->problem->num_cells; i < l->problem->num_units; i++)
+        has_weights |= l->problem->seconds[i] > 0;
     return !is_below || !has_weights;
 }
 
 s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
 {
-    lister l = {.problem = problem, .search = search, .units = *s1f_search_units_of(search)};
+    lister l = {.problem = problem, .search = search};
     int64_t num_listed = 0;
     s1f_status status = create_lister(&l);
     for (int i = 0; i < NUM_RULES && num_listed <= MOST_LISTED && status == S1F_OK; i++) {
@@ -398,7 +401,7 @@ s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
                         .limit = i / NUM_PREFERENCES / 4};
         if (!is_repeated(&l))
             walk(&l);
-        num_listed += l.units.num_units;
+        num_listed += problem->num_units;
         status = s1f_check_interrupted();
     }
     s1f_pool_free(&l.pool);

@@ -64,8 +64,7 @@ s1f_status s1f_order_nested(const s1f_request *request, s1f_schedule *schedule, 
     n.forwards = s1f_pool_take(&pool, cells, sizeof *n.forwards);
     n.backwards = s1f_pool_take(&pool, cells, sizeof *n.backwards);
     n.number = s1f_pool_take(&pool, cells, sizeof *n.number);
-    s1f_status status =
-        pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for the order of %zu segments", cells) : S1F_OK;
+    s1f_status status = s1f_pool_status(&pool, "an order of trees");
     for (int32_t m = 0; status == S1F_OK && m < shape.num_microbatches; m++)
         walk_tree(&n, (s1f_unit){S1F_PASS_FORWARD, rank, m, 0});
     if (status == S1F_OK)

@@ -24,7 +24,7 @@ static void lengthen_inputs(const s1f_problem *p, s1f_unit unit, double *tails)
     const s1f_shape *shape = &p->shape;
     int64_t cells = s1f_table_count(shape, S1F_PER_CELL), cell = s1f_column_of_all(shape, unit);
     s1f_product pass = s1f_first_product(unit.pass);
-    double tail = p->seconds[pass][cell] + tails[pass * cells + cell];
+    double tail = p->pass_seconds[pass][cell] + tails[pass * cells + cell];
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);) {
         double *longest = &tails[(int64_t)input.product * cells + s1f_column_of_all(shape, input.maker)];
@@ -51,65 +51,65 @@ static void find_tails(const s1f_problem *p, double *tails)
             lengthen_inputs(p, unit_in_turn(shape, m, i), tails);
 }
 
-static int32_t id_of_product(const s1f_problem_units *x, s1f_product product, s1f_unit cell)
+static int32_t id_of_product(const s1f_problem *p, s1f_product product, s1f_unit cell)
 {
-    int64_t of_product = x->shape.num_stages * s1f_num_cells(&x->shape);
-    return (int32_t)((int32_t)product * of_product + s1f_cell_of_all(&x->shape, cell));
+    int64_t of_product = p->shape.num_stages * s1f_num_cells(&p->shape);
+    return (int32_t)((int32_t)product * of_product + s1f_cell_of_all(&p->shape, cell));
 }
 
-int32_t s1f_problem_number_of(const s1f_problem_units *x, s1f_unit unit)
+int32_t s1f_problem_number_of(const s1f_problem *p, s1f_unit unit)
 {
-    return id_of_product(x, s1f_first_product(unit.pass), unit);
+    return id_of_product(p, s1f_first_product(unit.pass), unit);
 }
 
-static void fill_unit(const s1f_problem *p, s1f_problem_units *x, s1f_unit unit, const double *tails)
+static void fill_unit(s1f_problem *p, s1f_unit unit, const double *tails)
 {
-    int32_t id = s1f_problem_number_of(x, unit), pass = (int32_t)s1f_first_product(unit.pass);
-    int64_t cells = s1f_table_count(&x->shape, S1F_PER_CELL), cell = s1f_column_of_all(&x->shape, unit);
+    int32_t id = s1f_problem_number_of(p, unit), pass = (int32_t)s1f_first_product(unit.pass);
+    int64_t cells = s1f_table_count(&p->shape, S1F_PER_CELL), cell = s1f_column_of_all(&p->shape, unit);
     int num_earlier = 0;
     s1f_unit_input input;
-    x->units[id] = unit;
-    x->rank[id] = p->shape.rank_of_stage[unit.stage];
-    x->seconds[id] = p->seconds[pass][cell];
-    x->tail[id] = tails[pass * cells + cell];
-    x->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
-    x->work[x->rank[id]] += x->seconds[id];
-    x->earlier[id][0] = x->earlier[id][1] = -1;
-    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);) {
-        int32_t maker = id_of_product(x, input.product, input.maker);
+    p->units[id] = unit;
+    p->rank[id] = p->shape.rank_of_stage[unit.stage];
+    p->seconds[id] = p->pass_seconds[pass][cell];
+    p->tail[id] = tails[pass * cells + cell];
+    p->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
+    p->work[p->rank[id]] += p->seconds[id];
+    p->earlier[id][0] = p->earlier[id][1] = -1;
+    for (s1f_inputs inputs = s1f_inputs_of(&p->shape, unit); s1f_next_input(&inputs, &input);) {
+        int32_t maker = id_of_product(p, input.product, input.maker);
         if (input.way == S1F_COMES_FROM_STAGE) {
-            x->source[id] = maker;
-            x->target[maker] = id;
-            x->lag[id] = lag_between(p, unit.stage, input.maker.stage);
+            p->source[id] = maker;
+            p->target[maker] = id;
+            p->lag[id] = lag_between(p, unit.stage, input.maker.stage);
         } else {
-            x->earlier[id][num_earlier++] = maker;
+            p->earlier[id][num_earlier++] = maker;
         }
     }
 }
 
 /* Row of a unit in `past`. */
-static int64_t related(const s1f_problem_units *x, s1f_unit unit)
+static int64_t related(const s1f_problem *p, s1f_unit unit)
 {
-    return ((int64_t)s1f_first_product(unit.pass) * x->shape.num_stages + unit.stage) * x->shape.num_segments +
+    return ((int64_t)s1f_first_product(unit.pass) * p->shape.num_stages + unit.stage) * p->shape.num_segments +
            unit.segment;
 }
 
 /* A unit's past is what it waits for, and the past of that; in the longest micro-batch, and so in those with fewer
  * segments. */
-static void fill_past(s1f_problem_units *x)
+static void fill_past(s1f_problem *p)
 {
-    int64_t count = (int64_t)S1F_SPLIT_PASSES * x->shape.num_stages * x->shape.num_segments;
+    int64_t count = (int64_t)S1F_SPLIT_PASSES * p->shape.num_stages * p->shape.num_segments;
     int32_t longest = 0;
-    while (s1f_segments_of(&x->shape, longest) < x->shape.num_segments)
+    while (s1f_segments_of(&p->shape, longest) < p->shape.num_segments)
         longest++;
-    for (int64_t i = 0; i < count && x->words > 0; i++) {
-        s1f_unit unit = unit_in_turn(&x->shape, longest, i);
-        int64_t own = related(x, unit);
-        uint64_t *row = &x->past[own * x->words];
+    for (int64_t i = 0; i < count && p->words > 0; i++) {
+        s1f_unit unit = unit_in_turn(&p->shape, longest, i);
+        int64_t own = related(p, unit);
+        uint64_t *row = &p->past[own * p->words];
         s1f_unit_input input;
-        for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);) {
-            const uint64_t *earlier = &x->past[related(x, maker_of(input.product, input.maker)) * x->words];
-            for (int64_t word = 0; word < x->words; word++)
+        for (s1f_inputs inputs = s1f_inputs_of(&p->shape, unit); s1f_next_input(&inputs, &input);) {
+            const uint64_t *earlier = &p->past[related(p, maker_of(input.product, input.maker)) * p->words];
+            for (int64_t word = 0; word < p->words; word++)
                 row[word] |= earlier[word];
         }
         row[own / 64] |= (uint64_t)1 << own % 64;
@@ -117,94 +117,93 @@ static void fill_past(s1f_problem_units *x)
 }
 
 /* The least seconds of a stage's first unit: F of a first segment. */
-static double least_first(const s1f_problem *p, const s1f_problem_units *x, int32_t stage)
+static double least_first(const s1f_problem *p, int32_t stage)
 {
-    const double *seconds = &p->seconds[0][stage * s1f_num_columns(&x->shape)];
+    const double *seconds = &p->pass_seconds[0][stage * s1f_num_columns(&p->shape)];
     double least = seconds[0];
-    for (int32_t m = 1; x->shape.first_cell != NULL && m < x->shape.num_microbatches; m++)
-        least = fmin(least, seconds[x->shape.first_cell[m]]);
+    for (int32_t m = 1; p->shape.first_cell != NULL && m < p->shape.num_microbatches; m++)
+        least = fmin(least, seconds[p->shape.first_cell[m]]);
     return least;
 }
 
 /* What follows a rank's last I, at least, and the seconds of its Ws, which that need not wait for. */
-static double least_behind(const s1f_problem *p, const s1f_problem_units *x, int32_t rank, const double *tails)
+static double least_behind(const s1f_problem *p, int32_t rank, const double *tails)
 {
-    int64_t columns = s1f_num_columns(&x->shape), cells = p->shape.num_stages * columns;
+    int64_t columns = s1f_num_columns(&p->shape), cells = p->shape.num_stages * columns;
     double least = INFINITY, weights = 0;
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
         for (int64_t i = 0; i < columns && p->shape.rank_of_stage[stage] == rank; i++) {
             int64_t cell = stage * columns + i;
             least = fmin(least, tails[S1F_PRODUCT_INPUT_GRADIENT * cells + cell]);
-            weights += p->seconds[S1F_PRODUCT_WEIGHT_GRADIENT][cell];
+            weights += p->pass_seconds[S1F_PRODUCT_WEIGHT_GRADIENT][cell];
         }
     return least - weights * (p->shape.first_cell == NULL ? p->shape.num_microbatches : 1);
 }
 
 /* No rank starts before the first unit reaches it, then all its work follows, of which Fs and Is end before what a last
  * I still has to reach; and one micro-batch goes all the way. */
-static double lower_bound(const s1f_problem *p, const s1f_problem_units *x, const double *tails)
+static double lower_bound(const s1f_problem *p, const double *tails)
 {
-    double head = 0, bound = p->seconds[0][0] + tails[0];
+    double head = 0, bound = p->pass_seconds[0][0] + tails[0];
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         int32_t rank = p->shape.rank_of_stage[stage], is_first = 1;
         for (int32_t earlier = 0; earlier < stage; earlier++)
             is_first &= p->shape.rank_of_stage[earlier] != rank;
         if (is_first)
-            bound = fmax(bound, head + x->work[rank] + fmax(0, least_behind(p, x, rank, tails)));
-        head += least_first(p, x, stage);
+            bound = fmax(bound, head + p->work[rank] + fmax(0, least_behind(p, rank, tails)));
+        head += least_first(p, stage);
         head += stage + 1 < p->shape.num_stages ? lag_between(p, stage, stage + 1) : 0;
     }
     return bound;
 }
 
-static void fill(const s1f_problem *p, s1f_problem_units *x, const double *tails)
+static void fill(s1f_problem *p, const double *tails)
 {
-    for (int32_t id = 0; id < x->num_units; id++)
-        x->source[id] = x->target[id] = -1;
+    for (int32_t id = 0; id < p->num_units; id++)
+        p->source[id] = p->target[id] = -1;
     for (int product = 0; product < S1F_SPLIT_PASSES; product++)
         for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
             for (int32_t m = 0; m < p->shape.num_microbatches; m++)
-                for (int32_t s = 0; s < s1f_segments_of(&x->shape, m); s++)
-                    fill_unit(p, x, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
-    for (int32_t id = 0; id < x->num_units; id++)
-        x->first[x->rank[id] + 1]++;
+                for (int32_t s = 0; s < s1f_segments_of(&p->shape, m); s++)
+                    fill_unit(p, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
+    for (int32_t id = 0; id < p->num_units; id++)
+        p->first[p->rank[id] + 1]++;
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
-        x->first[rank + 1] += x->first[rank];
-    x->bound = lower_bound(p, x, tails);
-    fill_past(x);
+        p->first[rank + 1] += p->first[rank];
+    p->bound = lower_bound(p, tails);
+    fill_past(p);
 }
 
-int s1f_problem_precedes(const s1f_problem_units *x, s1f_unit a, s1f_unit b)
+int s1f_problem_precedes(const s1f_problem *p, s1f_unit a, s1f_unit b)
 {
-    int64_t i = related(x, a), j = related(x, b);
-    int may = x->shape.first_cell == NULL ? a.microbatch <= b.microbatch : a.microbatch == b.microbatch;
-    return may && (x->past[j * x->words + i / 64] >> i % 64 & 1);
+    int64_t i = related(p, a), j = related(p, b);
+    int may = p->shape.first_cell == NULL ? a.microbatch <= b.microbatch : a.microbatch == b.microbatch;
+    return may && (p->past[j * p->words + i / 64] >> i % 64 & 1);
 }
 
-s1f_status s1f_problem_number(const s1f_problem *p, s1f_pool *pool, s1f_problem_units *out)
+s1f_status s1f_problem_number(s1f_problem *p, s1f_pool *pool)
 {
-    s1f_shape shape = p->shape;
-    size_t P = (size_t)p->shape.num_ranks, S = (size_t)p->shape.num_stages,
-           related = S1F_SPLIT_PASSES * S * (size_t)p->shape.num_segments;
-    size_t N = S1F_SPLIT_PASSES * S * (size_t)s1f_num_cells(&shape);
-    *out = (s1f_problem_units){.shape = shape, .num_units = (int32_t)N, .num_cells = (int32_t)s1f_num_cells(&shape)};
-    out->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;
-    out->work = s1f_pool_take(pool, P, sizeof *out->work);
-    out->first = s1f_pool_take(pool, P + 1, sizeof *out->first);
-    out->units = s1f_pool_take(pool, N, sizeof *out->units);
-    out->rank = s1f_pool_take(pool, N, sizeof *out->rank);
-    out->source = s1f_pool_take(pool, N, sizeof *out->source);
-    out->target = s1f_pool_take(pool, N, sizeof *out->target);
-    out->lag = s1f_pool_take(pool, N, sizeof *out->lag);
-    out->seconds = s1f_pool_take(pool, N, sizeof *out->seconds);
-    out->tail = s1f_pool_take(pool, N, sizeof *out->tail);
-    out->bytes = s1f_pool_take(pool, N, sizeof *out->bytes);
-    out->earlier = s1f_pool_take(pool, N, sizeof *out->earlier);
-    out->past = s1f_pool_take(pool, related * (size_t)out->words, sizeof *out->past);
-    double *tails = s1f_pool_take(pool, S1F_SPLIT_PASSES * S * (size_t)s1f_num_columns(&shape), sizeof *tails);
-    if (pool->is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
+    size_t P = (size_t)p->shape.num_ranks, S = (size_t)p->shape.num_stages, cells = (size_t)s1f_num_cells(&p->shape);
+    size_t related = S1F_SPLIT_PASSES * S * (size_t)p->shape.num_segments, N = S1F_SPLIT_PASSES * S * cells;
+    p->num_units = (int32_t)N;
+    p->num_cells = (int32_t)cells;
+    p->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;
+    p->work = s1f_pool_take(pool, P, sizeof *p->work);
+    p->first = s1f_pool_take(pool, P + 1, sizeof *p->first);
+    p->units = s1f_pool_take(pool, N, sizeof *p->units);
+    p->rank = s1f_pool_take(pool, N, sizeof *p->rank);
+    p->source = s1f_pool_take(pool, N, sizeof *p->source);
+    p->target = s1f_pool_take(pool, N, sizeof *p->target);
+    p->lag = s1f_pool_take(pool, N, sizeof *p->lag);
+    p->seconds = s1f_pool_take(pool, N, sizeof *p->seconds);
+    p->tail = s1f_pool_take(pool, N, sizeof *p->tail);
+    p->bytes = s1f_pool_take(pool, N, sizeof *p->bytes);
+    p->earlier = s1f_pool_take(pool, N, sizeof *p->earlier);
+    p->past = s1f_pool_take(pool, related * (size_t)p->words, sizeof *p->past);
+    double *tails =
+        s1f_pool_take(pool, (size_t)S1F_SPLIT_PASSES * S * (size_t)s1f_num_columns(&p->shape), sizeof *tails);
+    S1F_TRY(s1f_pool_status(pool, "the units of a search"));
     find_tails(p, tails);
-    fill(p, out, tails);
+    fill(p, tails);
     return S1F_OK;
 }

@@ -3,22 +3,17 @@
 #ifndef S1F_PROBLEM_H
 #define S1F_PROBLEM_H
 
-#include "../core/pool.h"
 #include "../core/schedule.h"
 #include "../core/table.h"
 
-/* All borrowed. */
 typedef struct {
-    s1f_shape shape;                         /* shape of the orders, which split the backward; without trees */
-    const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
-    double transfer;                         /* seconds between two ranks */
-    const int64_t *unit_bytes;               /* [stage][column]: held from the start of F to the end of W */
-    const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
-} s1f_problem;
-
-/* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. */
-typedef struct {
-    s1f_shape shape;
+    /* Given, and borrowed: */
+    s1f_shape shape;                              /* of the orders, which split the backward; without trees */
+    const double *pass_seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
+    double transfer;                              /* seconds between two ranks */
+    const int64_t *unit_bytes;                    /* [stage][column]: held from the start of F to the end of W */
+    const int64_t *cap_bytes;                     /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
+    /* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. */
     int32_t num_units, num_cells; /* units of all stages and passes; of one stage */
     double bound;                 /* no order takes less */
     double *work;                 /* [rank] seconds of the rank's units */
@@ -34,13 +29,14 @@ typedef struct {
     int32_t (*earlier)[2]; /* units of its stage that the unit must follow, -1: none */
     uint64_t *past;        /* [unit of a micro-batch][word]: bits of the units that always come before, and its own */
     int64_t words;         /* of a row of `past`; 0: there is none, as a micro-batch has too many units */
-} s1f_problem_units;
+} s1f_problem;
 
-/* Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. Arrays are the pool's. S1F_ERR_MEMORY. */
-s1f_status s1f_problem_number(const s1f_problem *problem, s1f_pool *pool, s1f_problem_units *out);
-int32_t s1f_problem_number_of(const s1f_problem_units *units, s1f_unit unit);
+/* Fills what is not given. Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. Arrays are the
+ * pool's. S1F_ERR_MEMORY. */
+s1f_status s1f_problem_number(s1f_problem *problem, s1f_pool *pool);
+int32_t s1f_problem_number_of(const s1f_problem *problem, s1f_unit unit);
 /* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are
  * equal. Needs `past`. */
-int s1f_problem_precedes(const s1f_problem_units *units, s1f_unit a, s1f_unit b);
+int s1f_problem_precedes(const s1f_problem *problem, s1f_unit a, s1f_unit b);
 
 #endif

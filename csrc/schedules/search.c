@@ -2,7 +2,6 @@
 #include "search.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum {
@@ -25,14 +24,9 @@ typedef struct {
 
 struct s1f_search {
     const s1f_problem *problem;
-    s1f_problem_units units;
-    s1f_pool pool; /* of all arrays */
-
     int32_t *order; /* ids, rank by rank */
     int32_t *place; /* [id]: index of the unit in the order */
     int64_t *live;  /* [index]: bytes of the rank before the unit */
-    int32_t *count; /* [rank] units of a start that is being written */
-    int is_broken;  /* the start names a unit that does not exist, or one too many */
     times now, trial;
 
     int32_t *from, *at, *awaited, *stack; /* [rank] while times are taken */
@@ -45,57 +39,37 @@ struct s1f_search {
     start starts[NUM_STARTS + 1]; /* shortest first; the last one is for writing */
 };
 
-s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out)
+s1f_status s1f_search_create(const s1f_problem *problem, s1f_pool *pool, s1f_search **out)
 {
-    s1f_search *x = calloc(1, sizeof *x);
-    if (x == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders");
-    s1f_status status = s1f_problem_number(problem, &x->pool, &x->units);
-    size_t P = (size_t)problem->shape.num_ranks, N = (size_t)x->units.num_units;
+    s1f_search *x = s1f_pool_take(pool, 1, sizeof *x);
+    S1F_TRY(s1f_pool_status(pool, "a search of orders"));
+    size_t P = (size_t)problem->shape.num_ranks, N = (size_t)problem->num_units;
     x->problem = problem;
-    x->order = s1f_pool_take(&x->pool, N, sizeof *x->order);
-    x->place = s1f_pool_take(&x->pool, N, sizeof *x->place);
-    x->live = s1f_pool_take(&x->pool, N, sizeof *x->live);
-    x->count = s1f_pool_take(&x->pool, P, sizeof *x->count);
-    x->now.start = s1f_pool_take(&x->pool, N, sizeof(double));
-    x->now.end = s1f_pool_take(&x->pool, N, sizeof(double));
-    x->trial.start = s1f_pool_take(&x->pool, N, sizeof(double));
-    x->trial.end = s1f_pool_take(&x->pool, N, sizeof(double));
-    x->from = s1f_pool_take(&x->pool, P, sizeof *x->from);
-    x->at = s1f_pool_take(&x->pool, P, sizeof *x->at);
-    x->awaited = s1f_pool_take(&x->pool, P, sizeof *x->awaited);
-    x->stack = s1f_pool_take(&x->pool, P, sizeof *x->stack);
-    x->rank_free = s1f_pool_take(&x->pool, P, sizeof *x->rank_free);
-    x->rank_left = s1f_pool_take(&x->pool, P, sizeof *x->rank_left);
-    x->left = s1f_pool_take(&x->pool, N, sizeof *x->left);
-    x->trial_left = s1f_pool_take(&x->pool, N, sizeof *x->trial_left);
+    x->order = s1f_pool_take(pool, N, sizeof *x->order);
+    x->place = s1f_pool_take(pool, N, sizeof *x->place);
+    x->live = s1f_pool_take(pool, N, sizeof *x->live);
+    x->now.start = s1f_pool_take(pool, N, sizeof(double));
+    x->now.end = s1f_pool_take(pool, N, sizeof(double));
+    x->trial.start = s1f_pool_take(pool, N, sizeof(double));
+    x->trial.end = s1f_pool_take(pool, N, sizeof(double));
+    x->from = s1f_pool_take(pool, P, sizeof *x->from);
+    x->at = s1f_pool_take(pool, P, sizeof *x->at);
+    x->awaited = s1f_pool_take(pool, P, sizeof *x->awaited);
+    x->stack = s1f_pool_take(pool, P, sizeof *x->stack);
+    x->rank_free = s1f_pool_take(pool, P, sizeof *x->rank_free);
+    x->rank_left = s1f_pool_take(pool, P, sizeof *x->rank_left);
+    x->left = s1f_pool_take(pool, N, sizeof *x->left);
+    x->trial_left = s1f_pool_take(pool, N, sizeof *x->trial_left);
     for (int i = 0; i <= NUM_STARTS; i++)
-        x->starts[i].order = s1f_pool_take(&x->pool, N, sizeof *x->order);
-    if (status == S1F_OK && x->pool.is_short)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
-    if (status != S1F_OK)
-        s1f_search_free(x);
-    else
-        *out = x;
-    return status;
-}
-
-const s1f_problem_units *s1f_search_units_of(const s1f_search *x)
-{
-    return &x->units;
+        x->starts[i].order = s1f_pool_take(pool, N, sizeof *x->order);
+    S1F_TRY(s1f_pool_status(pool, "a search of orders"));
+    *out = x;
+    return S1F_OK;
 }
 
 double s1f_search_limit(const s1f_search *x)
 {
     return x->num_starts == NUM_STARTS ? x->starts[NUM_STARTS - 1].makespan * (1 + SLACK) : INFINITY;
-}
-
-void s1f_search_free(s1f_search *x)
-{
-    if (x == NULL)
-        return;
-    s1f_pool_free(&x->pool);
-    free(x);
 }
 
 /* -- the time of an order ------------------------------------------------------------------------------------------ */
@@ -108,15 +82,16 @@ static double later_of(double a, double b)
 /* Marks the times of all units as unknown. */
 static void time_all(s1f_search *x)
 {
-    memcpy(x->from, x->units.first, (size_t)x->problem->shape.num_ranks * sizeof *x->from);
+    memcpy(x->from, x->problem->first, (size_t)x->problem->shape.num_ranks * sizeof *x->from);
 }
 
 /* Units of a rank from an index on have moved: what starts before the unit ahead of them ends keeps its time. */
 static void time_behind(s1f_search *x, int32_t rank, int32_t index)
 {
-    double moved = index > x->units.first[rank] ? x->now.end[x->order[index - 1]] : 0;
-    for (int32_t other = 0; other < x->problem->shape.num_ranks; other++) {
-        int32_t low = x->units.first[other], high = x->units.first[other + 1];
+    const s1f_problem *p = x->problem;
+    double moved = index > p->first[rank] ? x->now.end[x->order[index - 1]] : 0;
+    for (int32_t other = 0; other < p->shape.num_ranks; other++) {
+        int32_t low = p->first[other], high = p->first[other + 1];
         while (low < high && other != rank) {
             int32_t middle = low + (high - low) / 2;
             if (x->now.start[x->order[middle]] < moved)
@@ -132,40 +107,41 @@ static void time_behind(s1f_search *x, int32_t rank, int32_t index)
  * ranks wait for each other, or the order is sure to take more than `limit`. */
 static double time_order(s1f_search *x, double limit)
 {
-    int32_t P = x->problem->shape.num_ranks, num_stacked = 0, num_ended = 0;
+    const s1f_problem *p = x->problem;
+    int32_t P = p->shape.num_ranks, num_stacked = 0, num_ended = 0;
     double last = 0;
     for (int32_t rank = P - 1; rank >= 0; rank--) {
-        int32_t from = x->at[rank] = x->from[rank], is_first = from == x->units.first[rank];
+        int32_t from = x->at[rank] = x->from[rank], is_first = from == p->first[rank];
         x->awaited[rank] = -1;
         x->rank_free[rank] = is_first ? 0 : x->now.end[x->order[from - 1]];
-        x->rank_left[rank] = is_first ? x->units.work[rank] : from < x->units.first[rank + 1] ? x->left[from] : 0;
+        x->rank_left[rank] = is_first ? p->work[rank] : from < p->first[rank + 1] ? x->left[from] : 0;
         x->stack[num_stacked++] = rank;
     }
     while (num_stacked > 0) {
-        int32_t rank = x->stack[--num_stacked], i = x->at[rank], behind = x->units.first[rank + 1];
+        int32_t rank = x->stack[--num_stacked], i = x->at[rank], behind = p->first[rank + 1];
         double now = x->rank_free[rank], left = x->rank_left[rank];
         for (; i < behind; i++) {
-            int32_t id = x->order[i], source = x->units.source[id], target = x->units.target[id];
+            int32_t id = x->order[i], source = p->source[id], target = p->target[id];
             x->at[rank] = i;
             if (source >= 0) {
-                int32_t place = x->place[source], of_source = x->units.rank[source];
+                int32_t place = x->place[source], of_source = p->rank[source];
                 if (place >= x->at[of_source]) {
                     x->awaited[rank] = source;
                     break;
                 }
                 double end = place < x->from[of_source] ? x->now.end[source] : x->trial.end[source];
-                now = later_of(now, end + x->units.lag[id]);
+                now = later_of(now, end + p->lag[id]);
             }
             x->trial_left[i] = left;
             x->trial.start[id] = now;
-            now += x->units.seconds[id];
-            left -= x->units.seconds[id];
-            if (now + later_of(left, x->units.tail[id]) > limit)
+            now += p->seconds[id];
+            left -= p->seconds[id];
+            if (now + later_of(left, p->tail[id]) > limit)
                 return INFINITY;
             x->trial.end[id] = now;
-            if (target >= 0 && x->awaited[x->units.rank[target]] == id) {
-                x->awaited[x->units.rank[target]] = -1;
-                x->stack[num_stacked++] = x->units.rank[target];
+            if (target >= 0 && x->awaited[p->rank[target]] == id) {
+                x->awaited[p->rank[target]] = -1;
+                x->stack[num_stacked++] = p->rank[target];
             }
         }
         x->at[rank] = i;
@@ -183,7 +159,7 @@ static double time_order(s1f_search *x, double limit)
 static void take_times(s1f_search *x)
 {
     for (int32_t rank = 0; rank < x->problem->shape.num_ranks; rank++)
-        for (int32_t i = x->from[rank]; i < x->units.first[rank + 1]; i++) {
+        for (int32_t i = x->from[rank]; i < x->problem->first[rank + 1]; i++) {
             int32_t id = x->order[i];
             x->now.start[id] = x->trial.start[id];
             x->now.end[id] = x->trial.end[id];
@@ -195,9 +171,10 @@ static void take_times(s1f_search *x)
  * broken. */
 static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
 {
-    int64_t cap = x->problem->cap_bytes[rank], live = from == x->units.first[rank] ? 0 : x->live[from];
+    const s1f_problem *p = x->problem;
+    int64_t cap = p->cap_bytes[rank], live = from == p->first[rank] ? 0 : x->live[from];
     for (int32_t i = from; i <= to; i++) {
-        int64_t bytes = x->units.bytes[x->order[i]];
+        int64_t bytes = p->bytes[x->order[i]];
         x->live[i] = live;
         live += bytes;
         if (bytes > 0 && live > cap)
@@ -208,60 +185,40 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
 
 /* -- starts -------------------------------------------------------------------------------------------------------- */
 
-void s1f_search_begin(s1f_search *x)
+int32_t *s1f_search_order(s1f_search *x)
 {
-    memset(x->count, 0, (size_t)x->problem->shape.num_ranks * sizeof *x->count);
-    x->is_broken = 0;
+    return x->order;
 }
 
-void s1f_search_append(s1f_search *x, s1f_unit unit)
+static void find_places(s1f_search *x)
 {
-    if (unit.pass == S1F_PASS_BACKWARD) {
-        unit.pass = S1F_PASS_BACKWARD_INPUT;
-        s1f_search_append(x, unit);
-        unit.pass = S1F_PASS_BACKWARD_WEIGHT;
-    }
-    s1f_search_append_number(x, s1f_problem_number_of(&x->units, unit));
-}
-
-void s1f_search_append_number(s1f_search *x, int32_t id)
-{
-    int32_t rank = x->units.rank[id], i = x->units.first[rank] + x->count[rank];
-    x->is_broken |= i >= x->units.first[rank + 1];
-    if (x->is_broken)
-        return;
-    x->count[rank]++;
-    x->order[i] = id;
-    x->place[id] = i;
+    for (int32_t i = 0; i < x->problem->num_units; i++)
+        x->place[x->order[i]] = i;
 }
 
 /* Whether a unit comes after all that it waits for at its own stage. */
 static int keeps_rules(const s1f_search *x, int32_t id)
 {
     for (int i = 0; i < 2; i++)
-        if (x->units.earlier[id][i] >= 0 && x->place[x->units.earlier[id][i]] >= x->place[id])
+        if (x->problem->earlier[id][i] >= 0 && x->place[x->problem->earlier[id][i]] >= x->place[id])
             return 0;
     return 1;
 }
 
-/* Each unit once, in an order within each rank that keeps the rules of one stage, and within the cap. */
+/* Whether the order keeps the rules of one stage, and the cap. */
 static int is_order(s1f_search *x)
 {
-    const s1f_problem *p = x->problem;
-    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
-        if (x->is_broken || x->units.first[rank] + x->count[rank] != x->units.first[rank + 1])
-            return 0;
-        for (int32_t i = x->units.first[rank]; i < x->units.first[rank + 1]; i++)
-            if (x->place[x->order[i]] != i || !keeps_rules(x, x->order[i])) /* else a unit twice, another missing */
-                return 0;
-        if (!count_live(x, rank, x->units.first[rank], x->units.first[rank + 1] - 1))
-            return 0;
-    }
-    return 1;
+    int keeps = 1;
+    for (int32_t id = 0; keeps && id < x->problem->num_units; id++)
+        keeps = keeps_rules(x, id);
+    for (int32_t rank = 0; keeps && rank < x->problem->shape.num_ranks; rank++)
+        keeps = count_live(x, rank, x->problem->first[rank], x->problem->first[rank + 1] - 1);
+    return keeps;
 }
 
 void s1f_search_offer(s1f_search *x)
 {
+    find_places(x);
     if (!is_order(x))
         return;
     time_all(x);
@@ -272,7 +229,7 @@ void s1f_search_offer(s1f_search *x)
         if (fabs(x->starts[other].makespan - makespan) <= SLACK * makespan)
             return; /* most likely the same order in another guise */
     start entry = {makespan, x->starts[NUM_STARTS].order};
-    memcpy(entry.order, x->order, (size_t)x->units.num_units * sizeof *x->order);
+    memcpy(entry.order, x->order, (size_t)x->problem->num_units * sizeof *x->order);
     int32_t i = x->num_starts;
     if (i < NUM_STARTS)
         x->starts[NUM_STARTS] = x->starts[x->num_starts++];
@@ -301,14 +258,15 @@ static int follows_at_once(const s1f_search *x, int32_t i)
  * chance; -1: no unit does, and nothing can be gained. */
 static int32_t find_critical(s1f_search *x, double makespan)
 {
-    int32_t rank = draw(x, x->problem->shape.num_ranks), chosen = -1, num_seen = 0;
-    while (x->now.end[x->order[x->units.first[rank + 1] - 1]] < makespan)
-        rank = rank + 1 < x->problem->shape.num_ranks ? rank + 1 : 0;
-    int32_t id = x->order[x->units.first[rank + 1] - 1];
+    const s1f_problem *p = x->problem;
+    int32_t rank = draw(x, p->shape.num_ranks), chosen = -1, num_seen = 0;
+    while (x->now.end[x->order[p->first[rank + 1] - 1]] < makespan)
+        rank = rank + 1 < p->shape.num_ranks ? rank + 1 : 0;
+    int32_t id = x->order[p->first[rank + 1] - 1];
     for (;;) {
-        int32_t i = x->place[id], source = x->units.source[id];
-        int on_rank = i > x->units.first[x->units.rank[id]] && follows_at_once(x, i);
-        int from_source = source >= 0 && x->now.end[source] + x->units.lag[id] == x->now.start[id];
+        int32_t i = x->place[id], source = p->source[id];
+        int on_rank = i > p->first[p->rank[id]] && follows_at_once(x, i);
+        int from_source = source >= 0 && x->now.end[source] + p->lag[id] == x->now.start[id];
         if (on_rank && !(from_source && draw(x, 2))) {
             if (draw(x, ++num_seen) == 0)
                 chosen = i;
@@ -336,11 +294,11 @@ static void move(s1f_search *x, int32_t from, int32_t to)
 /* How far from index `from` towards `to` a unit may go without passing one that it must follow or precede. */
 static int32_t reach(const s1f_search *x, int32_t from, int32_t to)
 {
-    s1f_unit unit = x->units.units[x->order[from]];
+    s1f_unit unit = x->problem->units[x->order[from]];
     int32_t step = from < to ? 1 : -1, i = from;
     for (; i != to; i += step) {
-        s1f_unit other = x->units.units[x->order[i + step]];
-        if (step > 0 ? s1f_problem_precedes(&x->units, unit, other) : s1f_problem_precedes(&x->units, other, unit))
+        s1f_unit other = x->problem->units[x->order[i + step]];
+        if (step > 0 ? s1f_problem_precedes(x->problem, unit, other) : s1f_problem_precedes(x->problem, other, unit))
             break;
     }
     return i;
@@ -350,15 +308,16 @@ static int32_t reach(const s1f_search *x, int32_t from, int32_t to)
  * or anywhere between. *from == *to where a rule stands against it. */
 static void draw_move(s1f_search *x, int32_t i, int32_t *from, int32_t *to)
 {
-    int32_t rank = x->units.rank[x->order[i]], last = i, way = draw(x, 6);
+    const s1f_problem *p = x->problem;
+    int32_t rank = p->rank[x->order[i]], last = i, way = draw(x, 6);
     if (way < 3) {
         *from = i;
-        for (last = i - 1; last > x->units.first[rank] && follows_at_once(x, last);)
+        for (last = i - 1; last > p->first[rank] && follows_at_once(x, last);)
             last--;
         *to = way == 0 ? i - 1 : way == 1 ? last : last + draw(x, i - last);
     } else {
         *from = i - 1;
-        while (last + 1 < x->units.first[rank + 1] && follows_at_once(x, last + 1))
+        while (last + 1 < p->first[rank + 1] && follows_at_once(x, last + 1))
             last++;
         *to = way == 3 ? i : way == 4 ? last : i + draw(x, last - i + 1);
     }
@@ -374,7 +333,7 @@ static double step(s1f_search *x, double current, double limit)
     draw_move(x, i, &from, &to);
     if (from == to)
         return current;
-    int32_t rank = x->units.rank[x->order[from]], low = from < to ? from : to, high = from < to ? to : from;
+    int32_t rank = x->problem->rank[x->order[from]], low = from < to ? from : to, high = from < to ? to : from;
     time_behind(x, rank, low);
     move(x, from, to);
     double makespan = count_live(x, rank, low, high) ? time_order(x, limit) : INFINITY;
@@ -392,23 +351,22 @@ static void improve(s1f_search *x, start *best)
 {
     const s1f_problem *p = x->problem;
     double current = best->makespan, slack = SLACK * current;
-    int64_t most = MOST_TIMED / x->units.num_units;
-    memcpy(x->order, best->order, (size_t)x->units.num_units * sizeof *x->order);
-    for (int32_t i = 0; i < x->units.num_units; i++)
-        x->place[x->order[i]] = i;
+    int64_t most = MOST_TIMED / x->problem->num_units;
+    memcpy(x->order, best->order, (size_t)x->problem->num_units * sizeof *x->order);
+    find_places(x);
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
-        count_live(x, rank, x->units.first[rank], x->units.first[rank + 1] - 1);
+        count_live(x, rank, x->problem->first[rank], x->problem->first[rank + 1] - 1);
     time_all(x);
     time_order(x, INFINITY);
     take_times(x);
     for (int i = 0; i < HISTORY; i++)
         x->history[i] = current * HISTORY_RISE;
-    for (int64_t i = 0; i < most && i < MOST_STEPS && best->makespan > x->units.bound + slack; i++) {
+    for (int64_t i = 0; i < most && i < MOST_STEPS && best->makespan > x->problem->bound + slack; i++) {
         double *late = &x->history[i % HISTORY];
         current = step(x, current, fmax(current, *late) + slack);
         *late = fmin(*late, current);
         if (current < best->makespan - slack) {
-            memcpy(best->order, x->order, (size_t)x->units.num_units * sizeof *x->order);
+            memcpy(best->order, x->order, (size_t)x->problem->num_units * sizeof *x->order);
             best->makespan = current;
         }
     }
@@ -419,7 +377,7 @@ s1f_status s1f_search_run(s1f_search *x)
     s1f_status status = S1F_OK;
     x->random = 88172645463325252u; /* anything but 0 */
     for (int32_t i = 0;
-         i < x->num_starts && x->units.words > 0 && s1f_search_makespan(x) > x->units.bound * (1 + SLACK); i++) {
+         i < x->num_starts && x->problem->words > 0 && s1f_search_makespan(x) > x->problem->bound * (1 + SLACK); i++) {
         if ((status = s1f_check_interrupted()) != S1F_OK)
             break;
         improve(x, &x->starts[i]);
@@ -443,8 +401,8 @@ double s1f_search_makespan(const s1f_search *x)
 s1f_status s1f_search_take(const s1f_search *x, int is_split, s1f_schedule *schedule)
 {
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; i < x->units.num_units && status == S1F_OK; i++) {
-        s1f_unit unit = x->units.units[shortest(x)->order[i]];
+    for (int32_t i = 0; i < x->problem->num_units && status == S1F_OK; i++) {
+        s1f_unit unit = x->problem->units[shortest(x)->order[i]];
         if (!is_split && unit.pass == S1F_PASS_BACKWARD_WEIGHT)
             continue;
         if (!is_split && unit.pass == S1F_PASS_BACKWARD_INPUT)

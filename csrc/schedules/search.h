@@ -13,21 +13,21 @@
 
 typedef struct s1f_search s1f_search; /* opaque */
 
-/* Holds 3 units per (stage, micro-batch, segment), which must be at most INT32_MAX. S1F_ERR_MEMORY. *out is owned by
- * the caller and untouched on error. The problem is borrowed until the search is freed. */
-s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out);
-void s1f_search_free(s1f_search *search); /* NULL is fine */
+/* A search over the orders of a problem whose units have their numbers, and which it borrows. *out is the pool's, and
+ * untouched on error. S1F_ERR_MEMORY. */
+s1f_status s1f_search_create(const s1f_problem *problem, s1f_pool *pool, s1f_search **out);
 
-const s1f_problem_units *s1f_search_units_of(const s1f_search *search); /* borrowed */
 /* Seconds beyond which an order is forgotten: INFINITY until there are enough starts. */
 double s1f_search_limit(const s1f_search *search);
 
-/* A start, written unit by unit, each to the end of its rank's list: begin, append, offer. Offer forgets it unless it
- * is complete, keeps the cap and the order of passes, and is one of the shortest. */
-void s1f_search_begin(s1f_search *search);
-void s1f_search_append(s1f_search *search, s1f_unit unit);
-void s1f_search_append_number(s1f_search *search, int32_t number); /* of s1f_problem_units */
+/* A start is written here: the numbers of all units (problem.h), rank by rank, each rank's in run order. Offer forgets
+ * it unless it keeps the cap and the order of passes, and is one of the shortest. */
+int32_t *s1f_search_order(s1f_search *search);
 void s1f_search_offer(s1f_search *search);
+
+/* Offers an order by each of the rules of list.c, as far as that takes seconds. S1F_ERR_MEMORY, or what
+ * s1f_check_interrupted says. */
+s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search);
 
 /* Improves the starts within a fixed number of steps and units timed; ends early at a lower bound. */
 s1f_status s1f_search_run(s1f_search *search);

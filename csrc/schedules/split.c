@@ -144,12 +144,10 @@ static void reset(walk *w, const s1f_schedule *plan)
     s1f_board_clear(&w->board);
     for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
         rank_state *r = &w->ranks[rank];
-        unsigned char *ran = r->ran;
-        s1f_unit *inputs = r->inputs;
-        *r = (rank_state){.ran = ran, .inputs = inputs};
+        *r = (rank_state){.ran = r->ran, .inputs = r->inputs};
         r->plan = s1f_schedule_units(plan, rank, &r->num_units);
         r->forwards_left = r->num_units / 2;
-        memset(ran, 0, (size_t)r->num_units);
+        memset(r->ran, 0, (size_t)r->num_units);
     }
 }
 
@@ -166,18 +164,17 @@ static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 
 static s1f_status create_walk(walk *w, const s1f_schedule *plan)
 {
-    size_t num_ranks = (size_t)w->request->num_ranks;
     s1f_shape shape = s1f_schedule_shape(plan);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
-    w->ranks = s1f_pool_take(&w->pool, num_ranks, sizeof *w->ranks);
+    w->ranks = s1f_pool_take(&w->pool, (size_t)shape.num_ranks, sizeof *w->ranks);
     for (int32_t rank = 0; !w->pool.is_short && rank < w->request->num_ranks; rank++) {
         int64_t num_units;
         s1f_schedule_units(plan, rank, &num_units);
         w->ranks[rank].ran = s1f_pool_take(&w->pool, (size_t)num_units, 1);
         w->ranks[rank].inputs = s1f_pool_take(&w->pool, (size_t)num_units, sizeof *w->ranks[rank].inputs);
     }
-    return w->pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to place the units of %zu ranks", num_ranks)
-                            : s1f_board_create(&shape, &w->pool, &w->board);
+    S1F_TRY(s1f_pool_status(&w->pool, "the units of all ranks"));
+    return s1f_board_create(&shape, &w->pool, &w->board);
 }
 
 static double largest_cost(const s1f_request *request)
@@ -243,10 +240,5 @@ s1f_status s1f_schedule_split(const s1f_request *request, const s1f_schedule *pl
         s1f_schedule_free(w.out);
     }
     s1f_pool_free(&w.pool);
-    if (status != S1F_OK) {
-        s1f_schedule_free(best);
-        return status;
-    }
-    *out = best;
-    return S1F_OK;
+    return s1f_schedule_finish(best, status, out);
 }

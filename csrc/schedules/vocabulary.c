@@ -24,7 +24,7 @@ typedef struct {
 typedef struct {
     const double *const *pass_seconds;
     double tolerance;
-    s1f_pool pool; /* of all arrays */
+    s1f_pool *pool; /* of all arrays */
     s1f_board board;
     rank_state *ranks;
     s1f_unit
@@ -138,7 +138,7 @@ static s1f_status require_seconds(spreading *s, int64_t num_units)
 static s1f_unit *cells_of(spreading *s, int32_t stage, s1f_product product)
 {
     const rank_state *r = &s->ranks[s->board.shape.rank_of_stage[stage]];
-    s1f_unit *cells = s1f_pool_take(&s->pool, (size_t)s->num_cells, sizeof *cells);
+    s1f_unit *cells = s1f_pool_take(s->pool, (size_t)s->num_cells, sizeof *cells);
     int64_t count = 0;
     for (int64_t i = 0; cells != NULL && i < r->num_units; i++)
         if (r->units[i].stage == stage && s1f_pass_makes(r->units[i].pass, product))
@@ -154,54 +154,55 @@ static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_s
                                     [STATISTICS] = what & S1F_SPREAD_OUTPUT,
                                     [EMBED] = what & S1F_SPREAD_INPUT,
                                     [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
-    S1F_TRY(s1f_board_create(shape, &s->pool, &s->board));
-    s->ranks = s1f_pool_take(&s->pool, (size_t)shape->num_ranks, sizeof *s->ranks);
+    S1F_TRY(s1f_board_create(shape, s->pool, &s->board));
+    s->ranks = s1f_pool_take(s->pool, (size_t)shape->num_ranks, sizeof *s->ranks);
     *num_units = 0;
-    for (int32_t rank = 0; !s->pool.is_short && rank < shape->num_ranks; rank++) {
+    for (int32_t rank = 0; !s->pool->is_short && rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &r->num_units);
         *num_units += r->num_units;
-        if ((r->units = s1f_pool_take(&s->pool, (size_t)r->num_units, sizeof *r->units)) != NULL)
+        if ((r->units = s1f_pool_take(s->pool, (size_t)r->num_units, sizeof *r->units)) != NULL)
             copy_ahead(units, r->num_units, ahead, r->units);
     }
-    for (int queue = 0; queue < NUM_QUEUES && !s->pool.is_short; queue++)
+    for (int queue = 0; queue < NUM_QUEUES && !s->pool->is_short; queue++)
         if (wanted[queue]) {
             int is_output = queue == LOSS || queue == STATISTICS;
             s->cells[queue] = cells_of(s, is_output ? shape->num_stages - 1 : 0,
                                        queue == EMBED_GRADIENT ? S1F_PRODUCT_INPUT_GRADIENT : S1F_PRODUCT_OUTPUT);
             *num_units += s->num_cells * shape->num_ranks;
         }
-    if (s->pool.is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to spread the vocabulary over %d ranks", (int)shape->num_ranks);
+    S1F_TRY(s1f_pool_status(s->pool, "the passes of a vocabulary"));
     return require_seconds(s, *num_units);
+}
+
+static s1f_status spread(s1f_transform *t, int what, int64_t ahead, const double *const *pass_seconds)
+{
+    static const s1f_clock_rules rules = {.choose = choose, .start = start};
+    s1f_shape shape = t->shape;
+    uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
+                      (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
+                      (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
+    shape.products |= s1f_products_of_passes(passes);
+    spreading s = {.pass_seconds = pass_seconds, .pool = &t->pool, .num_cells = s1f_num_cells(&shape), .out = t->out};
+    int64_t num_units = 0;
+    S1F_TRY(create(&s, t->schedule, &shape, what, ahead, &num_units));
+    s1f_status status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
+    if (status == S1F_ERR_SCHEDULE && ahead > 0)
+        return s1f_fail(
+            S1F_ERR_SCHEDULE,
+            "with every unit behind %lld more Fs of its rank the ranks wait for each other: let fewer go ahead",
+            (long long)ahead);
+    return status;
 }
 
 s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what, int64_t ahead,
                                           const double *const pass_seconds[S1F_MAX_PASSES], s1f_schedule **out)
 {
-    static const s1f_clock_rules rules = {.choose = choose, .start = start, .all_look = 1};
     s1f_shape shape = s1f_schedule_shape(schedule);
-    s1f_status status = require_order(&shape, what, ahead);
-    s1f_transform t = {0};
+    s1f_transform t;
+    S1F_TRY(require_order(&shape, what, ahead));
+    s1f_status status = s1f_transform_begin(schedule, &t);
     if (status == S1F_OK)
-        status = s1f_transform_begin(schedule, &t);
-    if (status != S1F_OK)
-        return s1f_transform_finish(&t, status, out);
-    shape = t.shape;
-    uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
-                      (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
-                      (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
-    shape.products |= s1f_products_of_passes(passes);
-    spreading s = {.pass_seconds = pass_seconds, .num_cells = s1f_num_cells(&shape), .out = t.out};
-    int64_t num_units = 0;
-    status = create(&s, schedule, &shape, what, ahead, &num_units);
-    if (status == S1F_OK)
-        status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
-    if (status == S1F_ERR_SCHEDULE && ahead > 0)
-        status = s1f_fail(
-            S1F_ERR_SCHEDULE,
-            "with every unit behind %lld more Fs of its rank the ranks wait for each other: let fewer go ahead",
-            (long long)ahead);
-    s1f_pool_free(&s.pool);
+        status = spread(&t, what, ahead, pass_seconds);
     return s1f_transform_finish(&t, status, out);
 }

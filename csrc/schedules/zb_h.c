@@ -18,16 +18,12 @@ static int64_t peak(const s1f_request *request)
     return ahead_of(request) * ((int64_t)request->num_ranks - 1) + request->num_segments;
 }
 
-static s1f_status append(s1f_schedule *plan, int32_t rank, s1f_pass pass, int64_t context, int64_t i)
-{
-    (void)context;
-    return s1f_schedule_append_nth(plan, pass == S1F_PASS_FORWARD ? pass : S1F_PASS_BACKWARD_INPUT, rank, i);
-}
-
 static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
 {
     int64_t ahead = (int64_t)ahead_of(request) * (request->num_ranks - rank - 1);
-    return s1f_schedule_alternate(plan, rank, ahead + request->num_segments - 1, request->num_cells, append, 0);
+    s1f_v_rank r = s1f_v_rank_of(request, plan, rank);
+    S1F_TRY(s1f_repeat(&r, ahead + request->num_segments - 1, "f"));
+    return s1f_repeat(&r, request->num_cells, "fi");
 }
 
 static const int32_t h1 = 1, h2 = 2;

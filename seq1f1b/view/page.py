@@ -15,7 +15,6 @@ from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import Simulation
 from seq1f1b.timeline_text import bars_of
 from seq1f1b.unit import Timeline, Unit, inputs_of
@@ -119,7 +118,7 @@ def memory_changes(run: Simulation) -> list[Changes]:
     """
     if run.given is None:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
-    names = [HOLDINGS[row.counts_with].name for row in HOLDINGS]
+    names = [_C.HOLDINGS[counts_with][0] for _, _, counts_with in _C.HOLDINGS]
     found = []
     for track, bytes_of in zip(run.timeline, run.schedule._byte_changes(run.given), strict=True):
         changes = []

@@ -12,6 +12,7 @@
 #include "device/nccl_end.h"
 #include "run/arena.h"
 #include "run/executor.h"
+#include "schedules/families.h"
 #include "stand_in.h"
 
 #include "cuda_api.h"
@@ -456,26 +457,25 @@ static void test_orders_and_timings(int32_t num_timings)
 {
     static const int32_t queues[] = {1, 2, 8};
     int32_t num_families = 0;
-    s1f_family_facts family;
-    while (s1f_schedule_family(num_families, &family))
+    while (s1f_schedule_family(num_families) != NULL)
         num_families++;
     for (int32_t timing = 0; timing < num_timings && check_failed == 0; timing++) {
-        s1f_schedule_family(timing % num_families, &family);
+        const s1f_named_family *named = s1f_schedule_family(timing % num_families);
         int32_t ranks = 2 + timing / num_families % 4, microbatches = 2 * ranks, segments = 1 + timing % 3;
         const char *rule = "";
         for (int32_t other = 0; other < 6 && rule != NULL; other++) { /* what the family takes */
             microbatches = other % 2 == 0 ? 2 * ranks : ranks;
             segments = other / 2 == 0 ? segments : other / 2 == 1 ? ranks : 1;
-            CHECK_STATUS(s1f_schedule_broken_rule(family.name, ranks, microbatches, segments, family.stages_per_rank,
-                                                  NULL, &rule),
+            CHECK_STATUS(s1f_schedule_broken_rule(named->name->name, ranks, microbatches, segments,
+                                                  named->family->stages_per_rank, NULL, &rule),
                          S1F_OK, "");
         }
         CHECK(rule == NULL);
-        check_setting((setting){.family = family.name,
+        check_setting((setting){.family = named->name->name,
                                 .num_ranks = ranks,
                                 .num_microbatches = microbatches,
                                 .num_segments = segments,
-                                .stages_per_rank = family.stages_per_rank,
+                                .stages_per_rank = named->family->stages_per_rank,
                                 .transport = timing % 6 < 3 ? BY_NCCL : BY_COPIES,
                                 .queues = queues[timing / 7 % 3],
                                 .seed = (uint64_t)timing + 1,

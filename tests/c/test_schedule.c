@@ -9,6 +9,7 @@
 #include "../../csrc/model/critical.h"
 #include "../../csrc/model/memory.h"
 #include "../../csrc/model/simulate.h"
+#include "../../csrc/schedules/families.h"
 #include "../../csrc/schedules/vocabulary.h"
 
 #include <stdlib.h>
@@ -212,18 +213,18 @@ static void test_failing_builds(void)
         given_request = &requests[i];
         fail_each_allocation(build, 10);
     }
-    s1f_family_facts facts;
-    for (int32_t i = 0; s1f_schedule_family(i, &facts); i++) {
+    const s1f_named_family *named;
+    for (int32_t i = 0; (named = s1f_schedule_family(i)) != NULL; i++) {
         static const int32_t counts[][2] = {{6, 1}, {6, 3}, {3, 1}}; /* M, k */
         const char *rule = "none tried yet";
-        request found = {.family = facts.name, .P = 3, .v = facts.stages_per_rank};
+        request found = {.family = named->name->name, .P = 3, .v = named->family->stages_per_rank};
         for (int n = 0; rule != NULL; n++) {
             found.M = counts[n][0];
             found.k = counts[n][1];
             CHECK_STATUS(s1f_schedule_broken_rule(found.family, 3, found.M, found.k, found.v, NULL, &rule), S1F_OK, "");
         }
         given_request = &found;
-        if (strcmp(facts.name, "auto") != 0)
+        if (named->family != &s1f_family_auto)
             fail_each_allocation(build, 5);
     }
 }
@@ -278,75 +279,6 @@ static void test_failing_allocations(void)
 
 /* -- what Python cannot reach ------------------------------------------------------------------------------------- */
 
-static s1f_status create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
-                         const int32_t *rank_of_stage, s1f_schedule **out)
-{
-    const s1f_shape shape = {.num_ranks = num_ranks,
-                             .num_stages = num_stages,
-                             .num_microbatches = num_microbatches,
-                             .num_segments = num_segments,
-                             .rank_of_stage = rank_of_stage};
-    return s1f_schedule_create(&shape, NULL, out);
-}
-
-static void test_create(void)
-{
-    static const int32_t both[] = {0, 1}, first[] = {0, 0}, outside[] = {0, 2};
-    s1f_schedule *schedule = NULL;
-    CHECK_STATUS(create(0, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "num_ranks is 0");
-    CHECK_STATUS(create(2, 0, 1, 1, both, &schedule), S1F_ERR_ARG, "num_stages is 0");
-    CHECK_STATUS(create(2, 2, 0, 1, both, &schedule), S1F_ERR_ARG, "num_microbatches is 0");
-    CHECK_STATUS(create(2, 2, 1, 0, both, &schedule), S1F_ERR_ARG, "num_segments is 0");
-    CHECK_STATUS(create(3, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "must be at least num_ranks, 3");
-    CHECK_STATUS(create(2, 2, 1, 1, first, &schedule), S1F_ERR_ARG, "rank 1 holds no stage");
-    CHECK_STATUS(create(2, 2, 1, 1, outside, &schedule), S1F_ERR_ARG, "placed on rank 2, must be in 0..1");
-    CHECK_STATUS(create(2, 2, INT32_MAX, INT32_MAX, both, &schedule), S1F_ERR_ARG, "are more than");
-    CHECK(schedule == NULL);
-}
-
-static void test_append(void)
-{
-    static const int32_t both[] = {0, 1};
-    static const s1f_unit wrong[] = {{S1F_MAX_PASSES, 0, 0, 0},
-                                     {-1, 0, 0, 0},
-                                     {0, 2, 0, 0},
-                                     {0, -1, 0, 0},
-                                     {0, 0, 3, 0},
-                                     {0, 0, -1, 0},
-                                     {0, 0, 0, 4},
-                                     {0, 0, 0, -1}};
-    s1f_schedule *schedule = NULL;
-    CHECK_STATUS(create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
-    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
-        CHECK_STATUS(s1f_schedule_append(schedule, wrong[i]), S1F_ERR_ARG, "must be in 0..");
-    s1f_unit unit = {S1F_PASS_BACKWARD, 1, 2, 3};
-    CHECK_STATUS(s1f_schedule_append(schedule, unit), S1F_OK, "");
-    int64_t count = -1;
-    s1f_schedule_units(schedule, 0, &count);
-    CHECK(count == 0);
-    const s1f_unit *units = s1f_schedule_units(schedule, 1, &count);
-    CHECK(count == 1 && memcmp(units, &unit, sizeof unit) == 0);
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    CHECK(s1f_shape_has_backward(&shape) && !s1f_schedule_shows_stages(schedule));
-    s1f_schedule_free(schedule);
-    s1f_schedule_free(NULL);
-    s1f_program_free(NULL);
-    s1f_simulation_free(NULL);
-}
-
-static void test_unit_text(void)
-{
-    s1f_unit unit = {S1F_PASS_BACKWARD_WEIGHT, INT32_MAX, INT32_MAX, INT32_MAX};
-    char text[64], small[4];
-    s1f_unit_text(unit, 1, text, sizeof text);
-    CHECK(strcmp(text, "[2147483647]W2147483647.2147483647") == 0);
-    s1f_unit_text(unit, 0, small, sizeof small);
-    CHECK(strcmp(small, "W21") == 0);
-    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        CHECK(s1f_pass_from_letter(s1f_pass_letter(pass)) == pass);
-    CHECK(s1f_pass_letter(s1f_num_passes) == '?' && s1f_pass_from_letter('X') == -1);
-}
-
 /* A text may name one huge index: memory stays linear in the units that are there. */
 static void test_huge_index(void)
 {
@@ -379,8 +311,13 @@ static void test_long_cycle(void)
     int32_t rank_of_stage[2 * RANKS];
     for (int32_t stage = 0; stage < 2 * RANKS; stage++)
         rank_of_stage[stage] = stage % RANKS;
+    const s1f_shape shape = {.num_ranks = RANKS,
+                             .num_stages = 2 * RANKS,
+                             .num_microbatches = 1,
+                             .num_segments = 1,
+                             .rank_of_stage = rank_of_stage};
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(create(RANKS, 2 * RANKS, 1, 1, rank_of_stage, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_create(&shape, NULL, &schedule), S1F_OK, "");
     for (int32_t stage = 2 * RANKS - 1; stage >= 0; stage--) { /* every rank: its later stage first */
         s1f_unit unit = {S1F_PASS_FORWARD, stage, 0, 0};
         CHECK_STATUS(s1f_schedule_append(schedule, unit), S1F_OK, "");
@@ -397,16 +334,14 @@ static void test_options(void)
     CHECK_STATUS(s1f_schedule_build("zb-h1", 2, 6, 1, 1, &partial, &schedule), S1F_ERR_ARG, "for all of F, I and W");
     CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &partial, &schedule), S1F_ERR_ARG, "takes no option 'costs'");
     CHECK(schedule == NULL);
-    s1f_family_facts facts;
-    CHECK(!s1f_schedule_family(-1, &facts));
+    s1f_schedule_free(NULL);
+    s1f_program_free(NULL);
+    s1f_simulation_free(NULL);
 }
 
 int main(void)
 {
     test_options();
-    test_create();
-    test_append();
-    test_unit_text();
     test_huge_index();
     test_checked_once();
     test_long_cycle();

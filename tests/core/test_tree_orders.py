@@ -127,11 +127,11 @@ def test_trees_are_equal_by_their_parents_too() -> None:
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
-        ("", "line 1: no parents follow the word"),
+        ("", "parents are given for 0 micro-batches, the order has 1"),
         ("-1,0,0 -", "parents are given for 2 micro-batches, the order has 1"),
         ("-1,0", "micro-batch 0 has parents for 2 segments, and its units name 3"),
         ("-1,0,0,", "line 1, unit 2, '-1,0,0,': parents are written -1,0,0"),
-        ("-1,0,0x", "line 1, unit 2, '-1,0,0x': parents are separated by commas"),
+        ("-1,0,0x", "line 1, unit 2, '-1,0,0x': parents are written -1,0,0"),
         ("-1,0,-2", "line 1, unit 2, '-1,0,-2': parents are written"),
         ("-1,0,2147483648", "parents are written"),
         ("-1,0,2", "parents of micro-batch 0: segment 2 follows segment 2, must follow one of 0..1: a parent comes"),

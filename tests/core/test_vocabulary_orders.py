@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from orders import random_order, small_schedule
-from slices import full_only
 from trees import makers_of
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, Unit, build_schedule, schedules
@@ -91,39 +90,6 @@ def test_forwards_cannot_go_ahead() -> None:
     assert plain.spread_vocabulary(costs=costs).simulate(costs).makespan == min(found)
 
 
-def random_costs(rng: random.Random, P: int, k: int) -> Costs:
-    """Seconds of every stage and segment: as attention has them, of a slow stage, or any, some of them zero."""
-    grows, steps = rng.choice((0.0, 0.3, 4.0)), rng.choice(((1.0,), (0.5, 1.0, 5.0), (0.0, 1.0), (1e-6, 1e3)))
-    forward = [[rng.choice(steps) + grows * s for s in range(k)] for _ in range(P)]
-    backward = [[rng.choice((1.0, 2.0, 3.0)) * seconds for seconds in row] for row in forward]
-    names = ("statistics", "loss", "embed", "embed_gradient")
-    return Costs(forward=forward, backward=backward, **{name: rng.choice((0.0, 0.1, 0.5, 1.0, 8.0)) for name in names})
-
-
-def check_spread(seed: int) -> None:
-    """An order spread by random costs keeps the rules, can be run by its ranks, and takes no longer than one by one."""
-    rng = random.Random(seed)
-    plain = None
-    while plain is None:
-        P, M, k = rng.randint(2, 8), rng.randint(1, 8), rng.randint(2, 16)
-        plain = small_schedule(rng.choice(("seq1f1b", "gpipe", "terapipe", "seq-zb-h1")), P, M, k)
-    costs, head, embedding = random_costs(rng, P, k), *rng.choice(((True, True), (True, False), (False, True)))
-    ahead = rng.choice((None, None, 0, 1, 2, 3))
-    order = plain.spread_vocabulary(ahead, costs, head=head, embedding=embedding)
-    Schedule.from_text(order.to_text()).check()  # the order itself counts as checked
-    for each in (order, order.forward_only()):
-        for rank in range(P):
-            each._lower_for(True, rank)  # raises where ranks wait for each other's places
-        run = each.simulate(costs)
-        assert max(run.busy) <= run.makespan * (1 + 1e-9) and run.makespan <= sum(run.busy) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seeds", [*(range(part, 200, 4) for part in range(4)), *full_only((range(2000),))], ids=str)
-def test_spread_by_random_costs(seeds: range) -> None:
-    for seed in seeds:
-        check_spread(seed)
-
-
 def test_a_place_that_is_freed_in_no_time() -> None:
     """As places are counted, S and T take no time: T0.0 frees a place for S0.2 of the other rank in the moment in
     which that is sent, and both ranks send S0.2 before their T0.0."""
@@ -162,6 +128,8 @@ def test_times(order: Schedule) -> None:
                 now = ends[unit]
         assert len(ends) > before, "the order ends in a circle"
     durations = [[seconds[unit.kind] * (1 + 0.125 * unit.segment) for unit in units] for units in order.ranks]
+    for rank in range(order.num_ranks):
+        order._lower_for(True, rank)  # raises where ranks wait for each other's places
     ample = order.num_microbatches * order.num_segments  # places, so that no sender waits for one
     run = order.replace(prefetch=ample).simulate(Costs(links=Links(latency=transfer)), durations=durations)
     for units, times in zip(order.ranks, run.end, strict=True):
@@ -196,5 +164,5 @@ def test_messages_of_statistics_are_small() -> None:
     # F, activation, F, hidden state, S, T, hidden gradient, B, gradient, B; the last rank waits in its T meanwhile, for
     # statistics that take as long as the other's T and hidden gradient, or longer.
     assert found == [6 + 4 * 10, 6 + 4 * 10 + (30 - 10)]
-    with pytest.raises(ValueError, match="statistics_bytes of segment 0 is -1, must be at least 0"):
+    with pytest.raises(ValueError, match=r"statistics_bytes holds -1 bytes, must be in 0\.\."):
         order.simulate(Costs(links=Links(statistics_bytes=-1)))

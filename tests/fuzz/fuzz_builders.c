@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "model/memory.h"
+#include "schedules/families.h"
 
 enum { MOST_CELLS = 48, MOST_UNITS = 64, MOST_RANKS = 8 };
 
@@ -97,15 +98,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     static option_arrays arrays;
     fuzz_input in = {data, size};
     int32_t num_families = 0;
-    s1f_family_facts facts;
-    while (s1f_schedule_family(num_families, &facts))
+    while (s1f_schedule_family(num_families) != NULL)
         num_families++;
-    s1f_schedule_family(take_below(&in, num_families), &facts);
+    const char *family = s1f_schedule_family(take_below(&in, num_families))->name->name;
     int32_t counts[4]; /* P, M, k, v */
     uint8_t is_wild = (uint8_t)take_bits(&in, 1);
     for (int i = 0; i < 4; i++)
         counts[i] = is_wild >= 224 ? take_int32(&in) : 1 + take_below(&in, i == 1 ? 12 : 5);
-    int is_auto = strcmp(facts.name, "auto") == 0;
+    int is_auto = strcmp(family, "auto") == 0;
     double cells = (double)counts[0] * counts[2] * counts[3];
     int fits = cells <= MOST_CELLS && counts[0] <= MOST_RANKS && counts[1] <= MOST_UNITS && cells > 0;
     s1f_options options = take_options(&in, fits, &arrays);
@@ -114,8 +114,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (options.segments_of != NULL && take_below(&in, 2) == 1)
         options.parents = take_parents(&in, counts[1], &arrays);
     const char *rule = "untouched";
-    s1f_status status =
-        s1f_schedule_broken_rule(facts.name, counts[0], counts[1], counts[2], counts[3], &options, &rule);
+    s1f_status status = s1f_schedule_broken_rule(family, counts[0], counts[1], counts[2], counts[3], &options, &rule);
     if (status != S1F_OK) {
         REQUIRE(status == S1F_ERR_ARG && s1f_last_error()[0] != '\0' && strcmp(rule, "untouched") == 0);
     } else if (rule == NULL) {
@@ -125,7 +124,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             return 0;
     }
     s1f_schedule *schedule = NULL;
-    s1f_status built = s1f_schedule_build(facts.name, counts[0], counts[1], counts[2], counts[3], &options, &schedule);
+    s1f_status built = s1f_schedule_build(family, counts[0], counts[1], counts[2], counts[3], &options, &schedule);
     if (built != S1F_OK) {
         REQUIRE_REFUSED(built);
         REQUIRE(schedule == NULL);

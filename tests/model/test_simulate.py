@@ -16,7 +16,6 @@ from flat_costs import simulation_of
 from orders import random_order, with_moves, with_recomputation
 
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Unit, build_schedule
-from seq1f1b.flat import HOLDINGS
 from seq1f1b.schedule import PeakMemory, StepMemory
 from seq1f1b.view import style
 
@@ -391,23 +390,14 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
             "forward must be a number or hold 2 x 3 values, one of each segment of each stage: it holds 1",
         ),
         (
-            {"backward": [[1.0, 1.0, 1.0], [1.0, 1.0]]},
-            "backward must be a number or hold 2 x 3 values, one of each segment of each stage: [1] holds 2",
-        ),
-        (
             {"backward": [1.0, 1.0]},
             "backward must be a number or hold 2 x 3 values, one of each segment of each stage: [0] is a number",
         ),
         ({"durations": [[1.0]]}, "durations hold 1 ranks, the schedule has 2"),
         ({"durations": [[1.0], [1.0]]}, "durations of one rank holds 1 values, must hold 12"),
         ({"message_bytes": [1, 2]}, "message_bytes must be a number or hold 3 values, one of each segment: it holds 2"),
-        ({"message_bytes": -1}, "message_bytes of segment 0 is -1, must be at least 0"),
+        ({"message_bytes": -1}, "message_bytes holds -1 bytes, must be in 0..9223372036854775807"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
-        ({"bandwidth": [math.nan]}, "bandwidth is nan, must be above 0"),
-        (
-            {"bandwidth": [1.0, 1.0]},
-            "bandwidth must be a number or hold 1 values, one of each pair of neighbouring stages: it holds 2",
-        ),
         (
             {"latency": []},
             "latency must be a number or hold 1 values, one of each pair of neighbouring stages: it holds 0",
@@ -445,27 +435,6 @@ def test_costs_of_the_wrong_shape(arguments: dict[str, object], message: str) ->
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
-
-LONG = {"num_ranks": 64, "num_microbatches": 600, "num_segments": 16}
-
-
-def test_progress_counts_the_units_that_have_run():
-    """It only grows, never beyond all units of all steps, and changes nothing."""
-    order, told = build_schedule("seq1f1b", **LONG), []
-    run = order.simulate(steps=2, optimizer_sync=False, progress=told.append)
-    total = 2 * 2 * 64 * 600 * 16
-    assert len(told) >= 3 and told == sorted(set(told)) and told[0] > 0 and told[-1] <= total
-    assert run.period == order.simulate(steps=2, optimizer_sync=False).period
-
-
-def test_what_progress_raises_ends_the_simulation():
-    def refuse(num_run):
-        raise KeyError(num_run)
-
-    order = build_schedule("seq1f1b", **LONG)
-    with pytest.raises(KeyError):
-        order.simulate(progress=refuse)
-    assert order.simulate().makespan == build_schedule("seq1f1b", **LONG).simulate().makespan
 
 
 def test_ctrl_c_ends_a_long_simulation():
@@ -556,7 +525,7 @@ def test_filling_draws_the_same_jitter() -> None:
 
 def test_what_is_held_has_a_field_of_its_name() -> None:
     constant = {"weights", "optimizer", "logits"}  # held throughout a step, so that no unit takes or frees them
-    assert {row.name for row in HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
-    shown = {row.name for h, row in enumerate(HOLDINGS) if row.counts_with == h}
+    assert {name for name, _, _ in _C.HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
+    shown = {name for h, (name, _, counts_with) in enumerate(_C.HOLDINGS) if counts_with == h}
     assert shown | constant | {"receive", "total"} == {field.name for field in fields(PeakMemory)}
     assert shown | constant | {"receive"} == {row["name"] for row in style.page_facts()["holdings"]}

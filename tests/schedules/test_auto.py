@@ -128,9 +128,9 @@ def test_caps_in_bytes() -> None:
         ),
         ({"unit_bytes": 3}, ValueError, "unit_bytes and cap_bytes go together: give both"),
         ({"unit_bytes": 3, "cap_bytes": 50, "cap": 9}, ValueError, "are two forms of one cap: give one"),
-        ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes hold -3, must be in 0.."),
-        ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes hold 4611686018427387904, must be in 0.."),
-        ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes hold -50, must be at least 0"),
+        ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes holds -3 bytes, must be in 0.."),
+        ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes holds 4611686018427387904 bytes, must"),
+        ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes holds -50 bytes, must be in 0.."),
         (
             {"unit_bytes": 3, "cap_bytes": [50]},
             ValueError,
@@ -161,23 +161,10 @@ def test_broken_rules() -> None:
     assert AUTO.broken_rule(**counts, options=uneven | {"placement": "v"}) == "cap_bytes >= 10 on rank 0"
     schedule = build_schedule("auto", **counts, options=uneven)
     assert schedule.rank_of_stage == (0, 1, 0, 1)
+    rows = {"num_ranks": 2, "num_microbatches": 2, "num_segments": [1, 2]}
+    of_rows = {"unit_bytes": [[[5], [3, 1]], [[1], [2, 4]]], "cap_bytes": 5}
+    assert AUTO.broken_rule(**rows, options=of_rows) == "cap_bytes >= 6 on rank 1"
     assert AUTO.broken_rule(num_ranks=2**10, num_microbatches=2**10, num_segments=2**10) == "3 P v M k <= 2^22"
-
-
-@pytest.mark.parametrize("option", ["transfer", "placement", "unit_bytes", "cap_bytes", "backward"])
-def test_options_of_another_type(option: str) -> None:
-    options = {"unit_bytes": 1, "cap_bytes": 9} | {option: object()}
-    with pytest.raises(TypeError):
-        build_schedule("auto", num_ranks=2, num_microbatches=3, options=options)
-
-
-def test_a_search_is_fast_enough_for_a_default() -> None:
-    """16,384 units of F and B: well under a second of one core; the bar leaves room for slow machines."""
-    counts = {"num_ranks": 8, "num_microbatches": 16, "num_segments": 16, "stages_per_rank": 4}
-    began = time.process_time()
-    schedule = build_schedule("auto", **counts, options={"costs": (1.0, 1.5, 0.5), "transfer": 0.05})
-    assert time.process_time() - began < 5.0
-    assert makespan(schedule, {"costs": (1.0, 1.5, 0.5), "transfer": 0.05}) < 1.01 * 16 * 16 * 4 * 3.0
 
 
 def test_a_long_search_can_be_interrupted() -> None:
