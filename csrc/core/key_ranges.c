@@ -6,66 +6,47 @@
 
 #include <string.h>
 
-typedef struct {
-    const s1f_shape *shape;
+typedef struct {       /* of a micro-batch at a stage: [segment] */
+    int32_t *live;     /* segments that have rows, in their order; the first *num_live are set */
+    int32_t *waiting;  /* children that are not through, in an order that does not go back */
+    int32_t *num_live; /* one number */
+    int64_t *rows;
     const int64_t *sizes;
-    int64_t *rows, *most;
-    /* [cell of all stages]: */
-    int32_t *live;     /* segments of a micro-batch that have rows, in their order; the first num_live[.] are set */
-    int32_t *waiting;  /* of a segment: children that are not through, in an order that does not go back */
-    int32_t *num_live; /* [stage][micro-batch] */
-} assignment;
+} slot;
 
-static int64_t cell_at(const assignment *a, s1f_unit unit, int32_t segment)
+static void take(slot s, int32_t segment, int64_t *most)
 {
-    unit.segment = segment;
-    return s1f_cell_of_all(a->shape, unit);
-}
-
-static int64_t size_of(const assignment *a, s1f_unit unit, int32_t segment)
-{
-    unit.segment = segment;
-    return a->sizes[s1f_column(a->shape, unit)];
-}
-
-static int32_t *count_of(const assignment *a, s1f_unit unit)
-{
-    return &a->num_live[(int64_t)unit.stage * a->shape->num_microbatches + unit.microbatch];
-}
-
-static void take(const assignment *a, s1f_unit unit)
-{
-    int32_t *live = a->live + cell_at(a, unit, 0), *count = count_of(a, unit), place = 0;
-    int64_t begin = 0, size = size_of(a, unit, unit.segment);
-    while (place < *count && a->rows[cell_at(a, unit, live[place])] - begin < size) {
-        begin = a->rows[cell_at(a, unit, live[place])] + size_of(a, unit, live[place]);
+    int32_t place = 0;
+    int64_t begin = 0, size = s.sizes[segment];
+    while (place < *s.num_live && s.rows[s.live[place]] - begin < size) {
+        begin = s.rows[s.live[place]] + s.sizes[s.live[place]];
         place++;
     }
-    memmove(live + place + 1, live + place, (size_t)(*count - place) * sizeof *live);
-    live[place] = unit.segment;
-    ++*count;
-    a->rows[cell_at(a, unit, unit.segment)] = begin;
-    *a->most = begin + size > *a->most ? begin + size : *a->most;
+    memmove(s.live + place + 1, s.live + place, (size_t)(*s.num_live - place) * sizeof *s.live);
+    s.live[place] = segment;
+    ++*s.num_live;
+    s.rows[segment] = begin;
+    *most = begin + size > *most ? begin + size : *most;
 }
 
-static void give_back(const assignment *a, s1f_unit unit, int32_t segment)
+static void give_back(slot s, int32_t segment)
 {
-    int32_t *live = a->live + cell_at(a, unit, 0), *count = count_of(a, unit), place = 0;
-    while (live[place] != segment)
+    int32_t place = 0;
+    while (s.live[place] != segment)
         place++;
-    --*count;
-    memmove(live + place, live + place + 1, (size_t)(*count - place) * sizeof *live);
+    --*s.num_live;
+    memmove(s.live + place, s.live + place + 1, (size_t)(*s.num_live - place) * sizeof *s.live);
 }
 
 /* The F of a unit is the last that reads its rows where nothing follows it, and so may be for those above it. */
-static void leave(const assignment *a, s1f_unit unit)
+static void leave(const s1f_shape *shape, slot s, s1f_unit unit)
 {
-    a->waiting[cell_at(a, unit, unit.segment)] += s1f_num_children(a->shape, unit);
-    while (unit.segment >= 0 && a->waiting[cell_at(a, unit, unit.segment)] == 0) {
-        give_back(a, unit, unit.segment);
-        unit.segment = s1f_parent_of(a->shape, unit);
+    s.waiting[unit.segment] += s1f_num_children(shape, unit);
+    while (unit.segment >= 0 && s.waiting[unit.segment] == 0) {
+        give_back(s, unit.segment);
+        unit.segment = s1f_parent_of(shape, unit);
         if (unit.segment >= 0)
-            a->waiting[cell_at(a, unit, unit.segment)]--;
+            s.waiting[unit.segment]--;
     }
 }
 
@@ -74,21 +55,22 @@ s1f_status s1f_assign_rows(const s1f_shape *shape, const s1f_unit *units, int64_
 {
     s1f_pool pool = {0};
     size_t cells = (size_t)(shape->num_stages * s1f_num_cells(shape));
-    assignment a = {.shape = shape, .sizes = sizes, .rows = rows, .most = most};
-    a.live = s1f_pool_take(&pool, cells, sizeof *a.live);
-    a.waiting = s1f_pool_take(&pool, cells, sizeof *a.waiting);
-    a.num_live = s1f_pool_take(&pool, (size_t)shape->num_stages * (size_t)shape->num_microbatches, sizeof *a.num_live);
+    int32_t *live = s1f_pool_take(&pool, cells, sizeof *live);
+    int32_t *waiting = s1f_pool_take(&pool, cells, sizeof *waiting);
+    int32_t *num_live = s1f_pool_take(&pool, cells, sizeof *num_live); /* at the first segment of a micro-batch */
     for (int64_t i = 0; i < num_units && !pool.is_short; i++) {
-        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT)) {
-            take(&a, units[i]);
+        s1f_unit first = {units[i].pass, units[i].stage, units[i].microbatch, 0};
+        int64_t cell = s1f_cell_of_all(shape, first);
+        slot s = {live + cell, waiting + cell, num_live + cell, rows + cell, sizes + s1f_column(shape, first)};
+        if (s1f_pass_makes(first.pass, S1F_PRODUCT_OUTPUT)) {
+            take(s, units[i].segment, most);
             if (!s1f_shape_has_backward(shape))
-                leave(&a, units[i]);
-        } else if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT)) {
-            give_back(&a, units[i], units[i].segment);
+                leave(shape, s, units[i]);
+        } else if (s1f_pass_makes(first.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
+            give_back(s, units[i].segment);
         }
     }
-    s1f_status status =
-        pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for the rows of %zu segments", cells) : S1F_OK;
+    s1f_status status = s1f_pool_status(&pool, "the rows of segments");
     s1f_pool_free(&pool);
     return status;
 }

@@ -1,6 +1,8 @@
 /* partition.c - cuts a sequence into segments whose costliest one is as cheap as the grid allows. */
 #include "partition.h"
 
+#include "pool.h"
+
 #include <math.h>
 #include <stdlib.h>
 
@@ -314,7 +316,7 @@ static s1f_status check_arguments(int64_t seq_len, int64_t num_segments, double 
     return S1F_OK;
 }
 
-static s1f_status make_document_cost(cost_function *cost)
+static s1f_status make_document_cost(cost_function *cost, s1f_pool *pool)
 {
     const s1f_token_costs *given = cost->given;
     int64_t whole = given->documents == NULL; /* one document of all tokens */
@@ -323,18 +325,15 @@ static s1f_status make_document_cost(cost_function *cost)
     if (count < 1 || count > S1F_MAX_SEQUENCE_LENGTH)
         return s1f_fail(S1F_ERR_ARG, "there are %lld documents, must be in 1..%lld", (long long)count,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);
-    document *placed = malloc((size_t)count * sizeof *placed);
-    cost->stretches = malloc((size_t)count * sizeof *cost->stretches);
-    s1f_status status = placed == NULL || cost->stretches == NULL
-                            ? s1f_fail(S1F_ERR_MEMORY, "cannot allocate the ends of %lld documents", (long long)count)
-                            : place_documents(cost->seq_len, lengths, count, placed, &cost->num_rows);
-    if (status == S1F_OK)
-        cost->num_stretches = make_stretches(cost->seq_len, placed, count, cost->num_rows, cost->stretches);
-    free(placed);
-    return status;
+    document *placed = s1f_pool_take(pool, (size_t)count, sizeof *placed);
+    cost->stretches = s1f_pool_take(pool, (size_t)count, sizeof *cost->stretches);
+    S1F_TRY(s1f_pool_status(pool, "the ends of documents"));
+    S1F_TRY(place_documents(cost->seq_len, lengths, count, placed, &cost->num_rows));
+    cost->num_stretches = make_stretches(cost->seq_len, placed, count, cost->num_rows, cost->stretches);
+    return S1F_OK;
 }
 
-static s1f_status make_piece_cost(cost_function *cost)
+static s1f_status make_piece_cost(cost_function *cost, s1f_pool *pool)
 {
     const double *costs = cost->given->costs;
     int64_t count = cost->given->num_costs;
@@ -344,10 +343,8 @@ static s1f_status make_piece_cost(cost_function *cost)
     for (int64_t i = 0; i < count; i++)
         if (!isfinite(costs[i]) || costs[i] < 0)
             return s1f_fail(S1F_ERR_ARG, "costs[%lld] is %g, must be finite and not negative", (long long)i, costs[i]);
-    cost->sums = malloc((size_t)(count + 1) * sizeof *cost->sums);
-    if (cost->sums == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "cannot allocate the running sums of %lld costs", (long long)count);
-    cost->sums[0] = 0;
+    cost->sums = s1f_pool_take(pool, (size_t)(count + 1), sizeof *cost->sums);
+    S1F_TRY(s1f_pool_status(pool, "the running sums of costs"));
     for (int64_t i = 0; i < count; i++)
         cost->sums[i + 1] = cost->sums[i] + costs[i];
     double total = cost->sums[count];
@@ -372,7 +369,8 @@ s1f_status s1f_partition(int64_t seq_len, int64_t num_segments, const s1f_token_
     S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
     grid g = make_grid(seq_len, multiple_of);
     cost_function cost = {.given = costs, .seq_len = seq_len, .mix = mix};
-    s1f_status status = costs->costs != NULL ? make_piece_cost(&cost) : make_document_cost(&cost);
+    s1f_pool pool = {0};
+    s1f_status status = costs->costs != NULL ? make_piece_cost(&cost, &pool) : make_document_cost(&cost, &pool);
     if (status == S1F_OK && mix == 0) {
         cut_evenly(&g, num_segments, sizes);
     } else if (status == S1F_OK) {
@@ -381,7 +379,6 @@ s1f_status s1f_partition(int64_t seq_len, int64_t num_segments, const s1f_token_
         double bound = least_bound(&cost, &g, num_segments, &placed.short_at);
         place_boundaries(&placed, num_segments, bound, sizes);
     }
-    free(cost.stretches);
-    free(cost.sums);
+    s1f_pool_free(&pool);
     return status;
 }

@@ -14,7 +14,7 @@ static void test_failing_allocation(void)
     for (int i = 0; i < 3; i++) {
         fail_allocation(i % 2);
         CHECK_STATUS(s1f_partition(9, 2, i == 2 ? &measured : &formula, 1, 1, sizes), S1F_ERR_MEMORY,
-                     i == 2 ? "running sums of 3 costs" : "3 documents");
+                     i == 2 ? "no memory for the running sums" : "no memory for the ends of documents");
     }
     fail_allocation(-1);
     CHECK(sizes[0] == -7 && sizes[1] == -7);
