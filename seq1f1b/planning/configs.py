@@ -154,24 +154,17 @@ def _latent_attention(c: _Config) -> Fields:
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 _CHUNK = 64  # tokens in a chunk of kernels of linear attention
-_SCAN = {
+_STATE_SPACE = {
     "state": ("state_size", "mamba_d_state"),
     "conv": ("conv_kernel", "mamba_d_conv"),
     "conv_bias": ("use_conv_bias", "mamba_conv_bias"),
     "bias": ("use_bias", "mamba_proj_bias"),
     "expand": ("expand", "mamba_expand"),
-    "rank": ("time_step_rank", "mamba_dt_rank"),
-    "wide": ("intermediate_size", "mamba_d_ssm"),
     "heads": ("num_heads", "mamba_n_heads"),
     "groups": ("n_groups", "mamba_n_groups"),
     "chunk": ("chunk_size", "mamba_chunk_size"),
 }
-"""Names of a scan in configs of Mamba alone, and in those of models that have other layers, too."""
-
-
-def _names_of_scan(c: _Config) -> dict[str, str]:
-    is_mixed = any(key.startswith("mamba_") for key in c.data)
-    return {key: names[is_mixed] for key, names in _SCAN.items()}
+"""Names of fields in configs of Mamba alone, and in those of models that have other layers, too."""
 
 
 def _gated_delta(c: _Config) -> Fields:
@@ -195,7 +188,8 @@ def _gated_delta(c: _Config) -> Fields:
 
 def _mamba2(c: _Config) -> Fields:
     """Returns the fields of state space duality. [Mamba-2, arXiv:2405.21060, 6]"""
-    names = _names_of_scan(c)
+    is_mixed = any(key.startswith("mamba_") for key in c.data)
+    names = {key: of_kinds[is_mixed] for key, of_kinds in _STATE_SPACE.items()}
     h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
     wide = c.get("mamba_d_ssm") or int(c.number(names["expand"], 2) * h)
     groups, kernel, chunk = c[names["groups"]], c[names["conv"]], c[names["chunk"]]
@@ -214,12 +208,11 @@ def _mamba2(c: _Config) -> Fields:
 
 
 def _mamba(c: _Config) -> Fields:
-    """Returns the fields of a selective scan. [Mamba, arXiv:2312.00752]"""
-    names = _names_of_scan(c)
-    h, size, kernel = c.hidden, c[names["state"]], c[names["conv"]]
-    wide = c.get(names["wide"]) or int(c.number(names["expand"], 2) * h)
-    rank = math.ceil(h / 16) if c.data.get(names["rank"], "auto") == "auto" else c[names["rank"]]
-    biases = bool(c.get(names["conv_bias"], True)) * wide + bool(c.get(names["bias"], False)) * (2 * wide + h) + wide
+    """Returns the fields of a selective scan, in a model that has other layers, too. [Mamba, arXiv:2312.00752]"""
+    h, size, kernel = c.hidden, c["mamba_d_state"], c["mamba_d_conv"]
+    wide = int(c.number("mamba_expand", 2) * h)
+    rank = math.ceil(h / 16) if c.data.get("mamba_dt_rank", "auto") == "auto" else c["mamba_dt_rank"]
+    biases = bool(c.get("mamba_conv_bias", True)) * wide + bool(c.get("mamba_proj_bias", False)) * (2 * wide + h) + wide
     return {
         "heads": 0,
         **_matrices(c, 2 * wide, (wide, rank + 2 * size), (rank, wide), (wide, h)),
@@ -227,7 +220,7 @@ def _mamba(c: _Config) -> Fields:
         "scan": 8 * wide * size,  # per number of the state: a decay's exponent, three products, two sums
         "state": wide * size,
         "tail": wide * kernel,
-        "other": wide * kernel + biases + wide * size + wide + (c.kind == "jamba") * (rank + 2 * size),  # its norms
+        "other": wide * kernel + biases + wide * size + wide + rank + 2 * size,  # the last two: norms
     }
 
 
@@ -236,13 +229,6 @@ def _short_convolution(c: _Config) -> Fields:
     h, kernel = c.hidden, c["conv_L_cache"]
     other = h * kernel + bool(c.get("conv_bias", False)) * 5 * h
     return {"heads": 0, **_matrices(c, 3 * h, (h, h)), "kept": 6 * h, "tail": h * kernel, "other": other}
-
-
-def _lightning(c: _Config) -> Fields:
-    """Returns the fields of lightning attention: linear, in blocks, with fixed decay. [MiniMax-01, arXiv:2501.08313]"""
-    h, size, (q, _) = c.hidden, c.head_dim, c.widths
-    scan = 4 * q * (c["block_size"] + size)
-    return {"heads": 0, **_matrices(c, 4 * q, (q, h)), "kept": 9 * q, "scan": scan, "state": q * size, "other": q}
 
 
 def _both(c: _Config) -> Fields:
@@ -276,11 +262,6 @@ def _adjusted(c: _Config) -> Fields:
     return {"ffn": width}
 
 
-def _granite_experts(c: _Config) -> Fields:
-    wide = c["shared_intermediate_size"]
-    return {"shared": wide} if c.get("num_local_experts", 0) else {**_DENSE, "ffn": wide}
-
-
 def _biases_of_experts(c: _Config) -> Fields:
     return {"other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)}
 
@@ -292,14 +273,12 @@ _MIXERS = {
     "mamba": _mamba,
     "mamba2": _mamba2,
     "short_convolution": _short_convolution,
-    "lightning": _lightning,
     "attention_and_mamba2": _both,
 }
 _FEED_FORWARDS: Mapping[str, Callable[[_Config], Fields]] = {
     "gated_shared": _gated_shared,
     "shared": _shared,
     "adjusted": _adjusted,
-    "granite": _granite_experts,
     "biased": _biases_of_experts,
     "": lambda c: {},
 }
@@ -315,7 +294,6 @@ class _Model:
     type_of: Any = _FULL  # type of all layers, or a rule of _type_of, for a config without layer_types
     feed_forward: str = ""  # a name in _FEED_FORWARDS
     experts: str = ""  # "narrow": of another width than dense layers; "as wide"; "": no experts
-    has_dense: bool = False  # whether some layers have no experts
     tied: bool = False  # default for whether the head is the embedding
     norms: int = 2  # number of norms of hidden states in a layer
     is_mixer_alone: bool = False  # layers have one norm, and neither heads nor feed-forwards
@@ -347,7 +325,7 @@ def _is_dense(c: _Config, layer: int) -> bool:
     return (
         layer in (c.list("mlp_only_layers") or [])
         or (layer + 1) % (c.get("decoder_sparse_step") or 1) != 0
-        or layer < max(c.get("first_k_dense_replace", 0), c.get("num_dense_layers", 0))
+        or layer < c.get("first_k_dense_replace", 0)
         or (layer - c.get("expert_layer_offset", 0)) % (c.get("expert_layer_period") or 1) != 0
     )
 
@@ -399,7 +377,7 @@ def _layer_kind(c: _Config, model: _Model, layer: int) -> LayerKind:
     mixer = _MIXERS[model.mixers[kind]](c) if kind in model.mixers else _attention(c, **model.attention)
     if kind == _SLIDING:
         mixer["window"] = (c.get("sliding_window") if "sliding_window" in c.data else model.window) or 0  # null: none
-    is_dense = model.has_dense and _is_dense(c, layer)
+    is_dense = bool(model.experts) and _is_dense(c, layer)
     ffn = {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else _FEED_FORWARDS[model.feed_forward](c)
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
     return LayerKind(**mixer, **ffn, norms=1 if model.is_mixer_alone else model.norms, other=other)
