@@ -1,7 +1,7 @@
 """Machines and model shapes by name: data files with a source beside every number.
 
 ``presets/models`` holds shapes, ``presets/hardware`` machines. An uncertain number has a range; numbers that a machine
-does not state come from ``default.json``.
+does not state come from ``default.json``, or are 0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Hardware:
         context_bytes: memory held beside tensors.
         element_bytes: bytes of a weight or activation; gradient_bytes and optimizer_bytes: per parameter.
         spread: (low, high) of every uncertain field.
-        sources: source of each field.
     """
 
     name: str
@@ -75,14 +74,7 @@ class Hardware:
     between_bandwidth: float
     inside_latency: float
     between_latency: float
-    inside_send: float
-    between_send: float
-    tier_bandwidth: float
-    host_memory: float
-    move_out: float
-    move_in: float
     link_efficiency: float
-    release_tokens: float
     linear_efficiency: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
@@ -102,14 +94,20 @@ class Hardware:
     data_exposed: float
     activation_factor: float
     allocator_reserve: float
-    length_pools: float
-    collective_buffers: float
     context_bytes: float
     element_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    inside_send: float = 0.0
+    between_send: float = 0.0
+    tier_bandwidth: float = 0.0
+    host_memory: float = 0.0
+    move_out: float = 0.0
+    move_in: float = 0.0
+    release_tokens: float = 0.0
+    length_pools: float = 0.0
+    collective_buffers: float = 0.0
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def host_share(self) -> float:
@@ -122,13 +120,7 @@ class Hardware:
         return "cuda" if self.host_memory else "cpu"
 
     def with_optimizer(self, name: str) -> Self:
-        """Returns the machine with the bytes of another optimizer's state in place of Adam's two moments in float32.
-
-        Raises:
-            ValueError: a name that is not in ``OPTIMIZERS``.
-        """
-        if name not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {name!r}, must be one of {', '.join(OPTIMIZERS)}")
+        """Returns the machine with the state's bytes of an optimizer of ``OPTIMIZERS`` in place of Adam's."""
         return replace(self, optimizer_bytes=self.optimizer_bytes - OPTIMIZERS["adamw"] + OPTIMIZERS[name])
 
     rates: ClassVar[str] = "assumed rates"
@@ -254,16 +246,20 @@ def load_model(name: str) -> ModelShape:
 def load_hardware(name: str) -> Hardware:
     """Loads a machine: a name in ``presets/hardware``, or a file of equal form. Missing fields come from the defaults.
 
-    A field is ``{"value": number, "source": text}``; an uncertain field also has ``"low"`` and ``"high"``.
+    A field is ``{"value": number, "source": text}``; an uncertain field also has ``"low"`` and ``"high"``. Fields of a
+    preset that ``"like"`` names go before the defaults.
 
     Raises:
         ValueError: an unknown preset; a field that is unknown, missing, not a number, or outside the field's range.
         OSError: the file cannot be read.
     """
-    data = {**_read("hardware", "default"), **_read("hardware", name)}
-    numbers = [f.name for f in fields(Hardware) if f.name not in ("name", "spread", "sources")]
-    check_names(data, numbers, name)
-    values, spread, sources = {}, {}, {}
+    own = _read("hardware", name)
+    if (like := own.pop("like", "default")) not in ("default", *presets("hardware")):
+        raise ValueError(f"{name}: like is {like!r}, must be one of {', '.join(presets('hardware'))}")
+    data = _read("hardware", "default") | _read("hardware", like) | own
+    numbers = {f.name: f.default for f in fields(Hardware) if f.name not in ("name", "spread")}
+    check_names(data, numbers, name, [key for key, value in numbers.items() if value == 0.0])
+    values, spread = {}, {}
     for key, entry in data.items():
         if not isinstance(entry, dict) or not set(entry) <= {"value", "low", "high", "source"} or "value" not in entry:
             raise ValueError(f'{name}: {key} is {entry!r}, must be {{"value": number, "source": text}}')
@@ -273,10 +269,10 @@ def load_hardware(name: str) -> Hardware:
             raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
         if not 0 <= low <= value <= high or (value == 0 and key in _ABOVE_ZERO):
             raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")
-        values[key], sources[key] = float(value), str(entry.get("source", ""))
+        values[key] = float(value)
         if low < high:
             spread[key] = (float(low), float(high))
-    return Hardware(name=name, spread=spread, sources=sources, **values)
+    return Hardware(name=name, spread=spread, **values)
 
 
 _ABOVE_ZERO = frozenset(
