@@ -9,19 +9,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Self
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 
-if TYPE_CHECKING:
-    from typing import Self
-
 __all__ = ["Layout", "Plan", "StepLength", "TunedOrder"]
 
-_FORMAT = "seq1f1b plan 1"
-_TUNED_FORMAT = "seq1f1b tuned order 1"
 INSIDE = ("none", "ffn", "full")
 """Recomputation inside the backward: nothing, the feed-forward's inner activations, or all but each layer's input."""
 
@@ -95,15 +90,36 @@ class StepLength:
 
 
 class _File:
-    """Base of plans and tuned orders: a value with a file format."""
+    """Base of plans, tuned orders and profiles: a dataclass with a file format.
+
+    A class names the kind of file for errors, the format, and for profiles the least value of every number.
+    """
+
+    _kind: ClassVar[str]
+    _format: ClassVar[str]
+    _again: ClassVar[str] = ""  # advice about a file of another version
+    _least: ClassVar[float | None] = None
 
     def to_json(self) -> str:
         """Returns the text of the file."""
-        raise NotImplementedError
+        fields = asdict(self)  # type: ignore[call-overload]
+        return json.dumps({"format": self._format, **plain(fields)}, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads a text of :meth:`to_json`."""
+        """Reads a text of :meth:`to_json`.
+
+        Raises:
+            ValueError: no such text; names the field.
+            ScheduleError: the order cannot be built.
+        """
+        fields = json_fields(text, cls._kind, cls._format, again=cls._again)
+        found: Self = load(cls, fields, cls._kind, least=cls._least)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raises the errors of :meth:`from_json` for fields that do not fit together."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -114,6 +130,17 @@ class _File:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a file of ``save``. Raises errors of ``from_json``, with the file's name, and ``OSError``."""
         return read(path, cls.from_json)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value for JSON: lists in place of arrays, and objects, which name fields, in place of named tuples."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True)
@@ -129,6 +156,8 @@ class TunedOrder(_File):
         segment_sizes: tokens of the segments of ``seq_len`` tokens; (): an even split, of sequences of any length.
     """
 
+    _kind, _format = "tuned order", "seq1f1b tuned order 1"
+
     schedule: str
     num_ranks: int
     num_microbatches: int
@@ -143,21 +172,8 @@ class TunedOrder(_File):
         """Returns the order."""
         return _order_of(self, weights=self.weights)
 
-    def to_json(self) -> str:
-        """Returns the text of the file."""
-        return json.dumps({"format": _TUNED_FORMAT, **asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> TunedOrder:
-        """Reads a text of :meth:`to_json`.
-
-        Raises:
-            ValueError: no such text; names the field.
-            ScheduleError: the order cannot be built.
-        """
-        found: TunedOrder = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
-        _check(found, (found,) if found.segment_sizes else (), "tuned order")
-        return found
+    def _check(self) -> None:
+        _check_order(self, (self,) if self.segment_sizes else ())
 
     def engine_arguments(self) -> dict[str, Any]:
         """Returns keyword arguments of ``PipelineEngine``."""
@@ -181,22 +197,24 @@ def _order_of(found: Plan | TunedOrder, **how: Any) -> Schedule:
     )
 
 
-def _check(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLength], what: str) -> None:
+def _check_order(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLength]) -> None:
+    """Raises unless the parts' segment sizes fit, and the order can be built."""
+    kind = found._kind
     for part in parts:
         check_segment_sizes(part.segment_sizes, part.seq_len)
         if len(part.segment_sizes) != found.num_segments:
-            raise ValueError(f"a {what} of {found.num_segments} segments has {len(part.segment_sizes)} segment_sizes")
+            raise ValueError(f"a {kind} of {found.num_segments} segments has {len(part.segment_sizes)} segment_sizes")
     try:
         found.build()
     except TypeError as error:
-        raise ValueError(f"a {what} has wrong options: {error}") from None
+        raise ValueError(f"a {kind} has wrong options: {error}") from None
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
     """Reads the file of a plan or of a tuned order. Raises the errors of ``Plan.load`` or ``TunedOrder.load``."""
 
     def parse(text: str) -> Plan | TunedOrder:
-        is_tuned = f'"{_TUNED_FORMAT}"' in text[:100]
+        is_tuned = f'"{TunedOrder._format}"' in text[:100]
         return TunedOrder.from_json(text) if is_tuned else Plan.from_json(text)
 
     return read(path, parse)
@@ -228,6 +246,8 @@ class Plan(_File):
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
             and ``peak_high`` describe the longest length, ``peak`` is the most of any, times and rates the mean of all.
     """
+
+    _kind, _format = "plan", "seq1f1b plan 1"
 
     model: ModelShape
     hardware: str
@@ -267,25 +287,11 @@ class Plan(_File):
             order = order.spread_vocabulary(costs=Costs(**self.spread), embedding=True)
         return order.with_cell_kinds(self.units) if self.units else order
 
-    def to_json(self) -> str:
-        """Returns the text of a plan file."""
-        return json.dumps({"format": _FORMAT, **asdict(self), "model": self.model._asdict()}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Reads a text of :meth:`to_json`.
-
-        Raises:
-            ValueError: no such text; names the field.
-            ScheduleError: the order cannot be built.
-        """
-        fields = json_fields(text, "plan", _FORMAT)
-        plan: Plan = load(cls, fields, "plan")
-        check_model(plan.model, "plan: model")
-        if plan.prefetch is not None and plan.prefetch < 0:
-            raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on, or null")
-        _check(plan, (plan, *plan.lengths), "plan")
-        return plan
+    def _check(self) -> None:
+        check_model(self.model, "plan: model")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ValueError(f"prefetch of a plan is {self.prefetch!r}, must be a whole number from 0 on, or null")
+        _check_order(self, (self, *self.lengths))
 
     def engine_arguments(self) -> dict[str, Any]:
         """Returns keyword arguments of ``PipelineEngine``.

@@ -5,22 +5,19 @@ Imports no torch; :mod:`seq1f1b.planning.profiler` measures.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from seq1f1b.files import json_fields, load
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
-from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of
+from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of, spans_between
 from seq1f1b.table import table_text
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile"]
 
-_FORMAT = "seq1f1b profile 7"
 TIER = ("tier_out", "tier_in", "move_out", "move_in")
 
 
@@ -101,6 +98,8 @@ class Profile(_File):
             and to compute beside the move. None: no tier was measured.
     """
 
+    _kind, _format, _again, _least = "profile", "seq1f1b profile 7", "measure again with seq1f1b profile", 0
+
     machine: str
     torch: str
     threads: int
@@ -152,14 +151,13 @@ class Profile(_File):
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Returns the seconds of F and B of the whole model for each of ``num_pieces`` equal pieces of a sequence,
         without floors, so that pieces add up to segments."""
-        bounds = [seq_len * i // num_pieces for i in range(num_pieces + 1)]
+        spans = spans_between((seq_len,), [seq_len * i // num_pieces for i in range(num_pieces + 1)])
         counts = {"layer": self.model.layers, "embedding": 1, "head": 1}
-
-        def cost(begin: int, end: int) -> float:
-            span = end - begin, pairs_of((seq_len,), begin, end)
-            return sum(counts[name] * part.seconds(*span, floor=False).total for name, part in self.parts().items())
-
-        return list(itertools.starmap(cost, itertools.pairwise(bounds)))
+        costs: Any = sum(
+            counts[name] * part.seconds(spans.tokens, spans.pairs, floor=False).total
+            for name, part in self.parts().items()
+        )
+        return list(costs.tolist())
 
     def to_text(self) -> str:
         """Returns a table of the fits, and lines about bytes."""
@@ -188,34 +186,17 @@ class Profile(_File):
             )
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Returns the text of a profile file."""
-        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict()}
-        for part in self.parts():
-            for name in PASSES.values():
-                data[part][name] = getattr(self.parts()[part], name)._asdict()
-        return json.dumps(data, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Reads the text of a profile file, as written by :meth:`to_json`.
-
-        Raises:
-            ValueError: no profile; a field that is unknown, missing, of a wrong type, negative or not finite.
-        """
-        fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
-        profile: Profile = load(cls, fields, "profile", least=0)
-        check_model(profile.model, "profile: model")
-        for name, part in profile.parts().items():
+    def _check(self) -> None:
+        check_model(self.model, "profile: model")
+        for name, part in self.parts().items():
             if part.layers < 1:
                 raise ValueError(f"profile: {name}: layers is {part.layers}, must be at least 1")
             for kind in PASSES.values():
                 if not any(getattr(part, kind)[:3]):
                     raise ValueError(f"profile: {name}: {kind} costs nothing: measure again")
-        absent = [name for name in TIER if getattr(profile, name) is None]
+        absent = [name for name in TIER if getattr(self, name) is None]
         if absent and len(absent) < len(TIER):
             raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(TIER)} come together")
         for name in ("tier_out", "tier_in"):
-            if getattr(profile, name) == 0:
+            if getattr(self, name) == 0:
                 raise ValueError(f"profile: {name} is 0: measure again")
-        return profile
