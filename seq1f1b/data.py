@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import Sampler
 
 from seq1f1b.engine.engine import PipelineEngine
+from seq1f1b.flat import whole
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
 from seq1f1b.report.report import PipelineReport
-from seq1f1b.seconds import Fit
-from seq1f1b.unit_times import terms_of
+from seq1f1b.seconds import Fit, terms_of
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
@@ -97,16 +97,14 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._ahead: list[StepPlan] = []  # plans handed out and not measured yet
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
-        if not 0 <= replica < num_replicas:
-            raise ValueError(f"replica is {replica}, must be in 0..{num_replicas - 1}, below num_replicas")
+        whole("replica", replica, 0, num_replicas - 1)
         self._lengths = tokens_of(self._documents)
         longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
         least = self._lengths[longest] * num_replicas  # a step has at least one document for each replica
         if least > tokens_per_step:
-            each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
             raise ValueError(
                 f"document {longest} has {self._lengths[longest]} tokens; a step of {tokens_per_step} has no room for "
-                f"this document{each}: cut it or drop it, or give tokens_per_step of at least {least}"
+                f"one for each of {num_replicas} replicas: cut it, drop it, or give tokens_per_step of at least {least}"
             )
         self._digest = hashlib.sha256(repr(self._documents).encode()).hexdigest()[:16]
         self.epoch = 0
@@ -151,17 +149,9 @@ class DocumentBatches(Sampler[PlannedStep]):
         The state does not depend on ranks or replicas. A DataLoader with workers takes steps ahead of training: take
         the state without workers, or from a step's own numbers.
         """
-        return {
-            "format": _FORMAT,
-            "documents": len(self._lengths),
-            "lengths": self._digest,
-            "seed": self._seed,
-            "tokens_per_step": self._tokens,
-            "drop_last": self._drop_last,
-            "epoch": self.epoch,
-            "begin": self._begin,
-            "steps": self.steps,
-        }
+        given = {"documents": len(self._lengths), "lengths": self._digest, "seed": self._seed}
+        given |= {"tokens_per_step": self._tokens, "drop_last": self._drop_last}
+        return {"format": _FORMAT, **given, "epoch": self.epoch, "begin": self._begin, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved position, on any number of ranks and replicas.

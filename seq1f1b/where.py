@@ -26,16 +26,19 @@ Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
 """Places to which units may move: a directory for a file, pinned host memory, nowhere."""
 
 
-_REFUSALS = {
+_TIERS = {
     "folder": (
+        "cpu",
         "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), "
-        "which moves it to pinned host memory"
+        "which moves it to pinned host memory",
     ),
     "host": (
+        "cuda",
         "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
-        "a directory on a fast disk"
+        "a directory on a fast disk",
     ),
 }
+"""The type of device of each tier, and the refusal of others."""
 
 
 def check(tier: str, option: str, device: object) -> None:
@@ -46,10 +49,6 @@ def check(tier: str, option: str, device: object) -> None:
         option: the user's option, for the error: ``"Memory.offload"``.
         device: the stages' device, a torch.device or its text.
     """
-    if tier_of(str(device).partition(":")[0]) != tier:
-        raise ValueError(f"{option}: {_REFUSALS[tier].format(device=device)}")
-
-
-def tier_of(device_type: str) -> str | None:
-    """Returns the tier, "folder" or "host", for units on a type of device; None without a tier."""
-    return {"cpu": "folder", "cuda": "host"}.get(device_type)
+    kind, refusal = _TIERS[tier]
+    if str(device).partition(":")[0] != kind:
+        raise ValueError(f"{option}: {refusal.format(device=device)}")

@@ -73,9 +73,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.output:
         found.plans[0].save(options.output)
-    print(found.to_json() if options.json else found.to_text(options.model, verbose=options.verbose))
-    if options.output and not options.json:
-        print(f"plan 1 is in {options.output}: seq1f1b.PipelineEngine(stage, schedule={options.output!r}, ...) runs it")
+    how: dict[str, Any] = {"verbose": options.verbose, "file": options.output or "FILE"}
+    print(found.to_json() if options.json else found.to_text(options.model, **how))
     return 0
 
 

@@ -19,8 +19,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.tables import ByParts, check_layout
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import Span, arrays_of, spans_between, spans_of
-from seq1f1b.unit_times import MeasuredUnits, Terms
+from seq1f1b.seconds import MeasuredUnits, Span, Terms, arrays_of, spans_between, spans_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
@@ -81,8 +80,7 @@ class CostModel:
     def on(self, hardware: Hardware) -> CostModel:
         """Returns a model with equal stages on another machine."""
         other = copy.copy(self)
-        for name in ("_piece_seconds", "_optimizer"):  # seconds of the other machine
-            other.__dict__.pop(name, None)
+        other.__dict__.pop("_piece_seconds", None)  # of this machine
         other.hardware = hardware
         other.source = other.parts = hardware.parts(self.model, self.layout, self.layers, self.num_ranks)
         return other
@@ -171,10 +169,6 @@ class CostModel:
 
         The seconds are the exposed part of the gradients' reduction, and the optimizer.
         """
-        return self._optimizer
-
-    @cached_property
-    def _optimizer(self) -> list[float]:
         hw, d = self.hardware, self.layout.data
         moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
         rate = hw.link(d * self.parts.devices * self.num_ranks)
@@ -191,12 +185,21 @@ class PackedRow(NamedTuple):
         sizes: tokens of each segment.
         parents: for a tree, the parent segment of each segment; None: a chain.
         parts: for a tree, the tokens of each segment, by leaf where leaves share a segment.
+        indices: number of each document in the step, in order; a single number for a tree.
+        pieces: for a tree, begin and size of runs of the tree's data, in the order of the row.
     """
 
     documents: tuple[int, ...]
     sizes: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     parts: tuple[tuple[int, ...], ...] | None = None
+    indices: tuple[int, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def segment_sizes(self) -> tuple[int | tuple[int, ...], ...]:
+        """Tokens of each segment, in the engine's form: a tuple for leaves that share a segment."""
+        return self.sizes if self.parts is None else tuple(part[0] if len(part) == 1 else part for part in self.parts)
 
     def spans_in(self, windows: Sequence[int] = ()) -> Span:
         """Returns the spans of the segments, for layers with the given windows."""
@@ -258,10 +261,10 @@ class Price:
         self._releases = not cost.layout.copies_prefix and 0 < cost.hardware.release_tokens <= self._slot_tokens
 
     @property
-    def parents(self) -> list[tuple[int, ...] | None] | None:
+    def parents(self) -> tuple[tuple[int, ...] | None, ...] | None:
         """Parents of the segments of each row, for ``build_schedule``; None if no row is a tree."""
-        found = [row.parents for row in self.rows]
-        return None if self._is_alike or all(own is None for own in found) else found
+        found = tuple([row.parents for row in self.rows])
+        return None if self._is_alike or not any(found) else found
 
     # -- tables
 
@@ -338,7 +341,7 @@ class Price:
         if cost.parts.spreads:
             links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
         optimizer = [0.0] * schedule.num_ranks
-        for rank, value in zip(schedule.rank_of_stage, cost._optimizer, strict=True):
+        for rank, value in zip(schedule.rank_of_stage, cost.optimizer_seconds(), strict=True):
             optimizer[rank] += value
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
@@ -365,13 +368,19 @@ class Price:
             paths.append(saved + (paths[parent] if parent >= 0 else 0))
         return float((static + (1 + hw.allocator_reserve) * max(paths)) / cost.num_ranks)
 
-    @cached_property
-    def _unit_bytes(self) -> dict[str, Any]:
-        """Fields of :class:`seq1f1b.StepMemory` that do not depend on the placement of stages. The cache is included if
-        pages come and go with units; a cache that is held throughout the step is counted in ``rank_bytes``."""
-        parts, layout = self.cost.parts, self.cost.layout
-        names = ("activations", "kept_activations", "output_gradients")
-        found: dict[str, Any] = dict(zip(names, self._held, strict=True))
+    def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
+        """Returns the bytes that units hold. ``staying`` counts tensors of a message's size beside activations: an
+        input from a stage of the same rank, and the gradient of the last stage's output from a loss within F. The cache
+        is included if pages come and go with units; a cache that is held throughout the step is counted in
+        ``rank_bytes``."""
+        parts, layout, last = self.cost.parts, self.cost.layout, self.cost.num_stages - 1
+        counts = [
+            (stage > 0 and rank_of_stage[stage - 1] == rank)
+            + (layout.head_in_loss and not parts.spreads and stage == last)
+            for stage, rank in enumerate(rank_of_stage)
+        ]
+        saved, kept, added = self._held
+        found: dict[str, Any] = {"staying": np.outer(counts, self.message_bytes)}
         if parts.spreads and self._is_alike:
             found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
         if self._releases:
@@ -379,18 +388,7 @@ class Price:
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
             copies = 2 * layout.copies_prefix * parts.cached(self.cost.seq_len)[0]
             found["kv_gradients"] = _whole_bytes(copies).tolist()
-        return found
-
-    def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
-        """Returns the bytes that units hold. ``staying`` counts tensors of a message's size beside activations: an
-        input from a stage of the same rank, and the gradient of the last stage's output from a loss within F."""
-        in_loss, last = self.cost.layout.head_in_loss and not self.cost.parts.spreads, self.cost.num_stages - 1
-        counts = [
-            (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
-            for stage, rank in enumerate(rank_of_stage)
-        ]
-        staying: Any = np.outer(counts, self.message_bytes)
-        return StepMemory(**self._unit_bytes, staying=staying)
+        return StepMemory(activations=saved, kept_activations=kept, output_gradients=added, **found)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Returns the bytes of all tensors of a step; :meth:`rank_bytes` adds workspace and the allocator's reserve."""

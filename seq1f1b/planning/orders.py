@@ -3,7 +3,6 @@ rated, and written as plans."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seq1f1b.files import nearest_name
-from seq1f1b.plan import Layout, Plan, StepLength
+from seq1f1b.flat import whole
+from seq1f1b.plan import Layout, Plan, StepLength, plain
 from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.result import Uncertain
@@ -72,12 +72,8 @@ def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout
         lengths = {seq_len or 0: 1}
     elif layout is not None and layout.documents is not None:
         raise ValueError("documents are packed into sequences of one length: give seq_len, not lengths")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(
-            f"{'seq_len' if seq_len is not None else 'a length'} is {min(lengths, default=0)}, must be at least 1"
-        )
-    if min(lengths.values()) < 1:
-        raise ValueError(f"a length has {min(lengths.values())} sequences, must have at least 1")
+    whole("a length" if seq_len is None else "seq_len", min(lengths, default=0), 1)
+    whole("the number of sequences of a length", min(lengths.values()), 1)
     total, before = sum(length * count for length, count in lengths.items()), 0
     groups: dict[int, tuple[int, int, int]] = {}  # longest length, sequences and tokens
     for number, (length, count) in enumerate(sorted(lengths.items())):
@@ -108,9 +104,7 @@ class Orders(NamedTuple):
     lengths: Sequence[Length] = (Length(0, 1.0, 0.0),)  # ascending
     steps: Mapping[str, Any] = {}  # arguments of Schedule.simulate for several steps in a row; {}: a single step counts
     options: Mapping[str, Any] = {}  # further options of the family, for orders without a cap in bytes
-    prefetch: int | None = None  # receive places of orders
-    is_quick: bool = False  # tries one order for each cap, and one level: a first look at a searched order
-    is_whole: bool = False  # tries whole backwards alone; the last order counts recomputation even in a first look
+    is_quick: bool = False  # tries one order for each cap, one level, and whole backwards alone
 
     @property
     def price(self) -> Price:
@@ -150,7 +144,6 @@ class Orders(NamedTuple):
             stages_per_rank=price.cost.num_stages // num_ranks,
             options={**({} if "cap_bytes" in options else self.options), **options},
             parents=price.parents,
-            prefetch=self.prefetch,
         )
         if price.shard_seconds:
             schedule = schedule.spread_vocabulary(costs=Costs(**price._spread_seconds), embedding=True)
@@ -177,10 +170,7 @@ class Orders(NamedTuple):
         if made.peak <= cap or not takes_cap:
             return made
         free, share = made.options, 1 + price.cost.hardware.allocator_reserve
-        least = [0] * made.schedule.num_ranks  # bytes of one micro-batch
-        for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
-            least[rank] += max(int(units.sum()) for units in price.microbatches(row))
-        room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
+        least, room, aim = self._one_microbatch(), [rank.activations + rank.kv for rank in made.ranks], cap
         tried: list[BuiltOrder] = []
         for _ in range(1 if self.is_quick else _CAP_TRIES):
             left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
@@ -190,17 +180,15 @@ class Orders(NamedTuple):
             aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
         return min(tried, key=self._place)
 
-    def with_remedies(self, first: BuiltOrder | None = None) -> BuiltOrder:
+    def with_remedies(self) -> BuiltOrder:
         """Returns the fastest order that fits, with units that recompute or move, for a family whose option is a cap in
         bytes; if none fits, the order that holds least.
 
         Tries orders that hold more or fewer micro-batches, and makes each fit. The fastest is then searched for again,
         with the seconds of recomputation in the costs.
-
-        first: an order of equal units, from a search with ``is_quick``.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
-        tried = [] if first is None else [(self._place(first), first)]
+        tried: list[tuple[tuple[float, int], BuiltOrder]] = []
 
         def best() -> tuple[tuple[float, int], BuiltOrder]:
             return min(tried, key=lambda each: each[0])
@@ -214,12 +202,12 @@ class Orders(NamedTuple):
             share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
             return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-        for way in self._ways() if first is None else ():
+        for way in self._ways():
             consider(way | at_level(_LEVELS[0]))
         for level in () if self.is_quick else _LEVELS[1:]:
             consider(best()[1].options | at_level(level))
         (taken, _), made = best()
-        if taken < math.inf and (self.is_whole or not self.is_quick):
+        if taken < math.inf:
             forward, inputs, weight = made.options["costs"]  # I gets R, times the share of recomputed units
             kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
             again = (kinds == "R").reshape(len(kinds), -1, len(self.price.sizes))  # the middle: equal micro-batches
@@ -263,7 +251,7 @@ class Orders(NamedTuple):
         if "backward" not in taken:
             return [options]
         whole = options | {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}
-        return [whole] if self.is_whole else [options, whole]
+        return [whole] if self.is_quick else [options, whole]
 
     def _one_microbatch(self) -> list[int]:
         """Returns the bytes of one micro-batch on each rank, the larger of two placements of stages: a loop and a V."""
@@ -312,8 +300,6 @@ class Rated:
         schedule, orders, terms = self.built.schedule, self.orders, list[Uncertain]()
         seconds = orders.seconds(schedule)
         for name, ends in hardware.spread.items():
-            if name in _UNCERTAIN_BYTES and "L" not in schedule.kinds:  # the seconds of moves alone depend on bytes
-                continue
             changes = []
             for end in ends:
                 changed: dict[str, Any] = {name: end}
@@ -365,15 +351,9 @@ class Rated:
             peak_high=tuple([rank.total for rank in high]),
             cap=int(orders.cap),
             optimizer_sync=orders.steps["optimizer_sync"],
-            options=_plain(made.options),
+            options=plain(made.options),
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=_plain(price._spread_seconds),
+            spread=plain(price._spread_seconds),
         )
-
-
-def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbers, texts and lists of both, in place of arrays."""
-    found: dict[str, Any] = json.loads(json.dumps(value, default=lambda array: array.tolist()))
-    return found

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seq1f1b.documents.rows import MOST_TOKENS
+from seq1f1b.flat import whole
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.step_rows import Rates, Tree, TreeShape, lay_out
 
@@ -37,9 +37,8 @@ class PrefixTrees:
     Args:
         input_ids: token ids of every row: (rows, longest), or a list of one-dimensional tensors.
         loss_mask: weight of every token as a target, any finite number; 0: no target. None: 1 for all tokens.
-        groups: one value for each row, such as a prompt's id; rows share within a group only.
-        share_key: one value for each row; rows with different keys share nothing, even if tokens agree: for further
-            inputs of hidden states, such as an image, an adapter or expert routes.
+        groups: one value for each row, such as a prompt's id; rows share within a group only, even if tokens agree. If
+            hidden states have further inputs, such as an image, an adapter or expert routes, a value names these, too.
         min_shared: least tokens of a node with children, to be worth a unit. A shorter node is repeated in all
             branches, which follow the node's parent.
         attention_mask: for padded rows, 1 at tokens. A row's tokens lie side by side, with padding left or right. None:
@@ -69,32 +68,26 @@ class PrefixTrees:
         input_ids: Ragged,
         loss_mask: Ragged | None = None,
         groups: Iterable[Hashable] | None = None,
-        share_key: Iterable[Hashable] | None = None,
         min_shared: int = 16,
         *,
         attention_mask: Tensor | None = None,
         cost: CostModel | None = None,
         **per_token: Ragged,
     ) -> None:
-        if not isinstance(min_shared, int):
-            raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
-        if min_shared < 1:
-            raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
+        whole("min_shared", min_shared, 1)
         for name in _OWN:
             if name in per_token:
                 raise ValueError(f"per_token may not be named {name!r}: targets have one of their own")
         self._rows = rows = _Rows(input_ids, attention_mask)
         weights = None if loss_mask is None else rows.flat("loss_mask", loss_mask)
         if weights is not None:
-            weights = (
-                weights if weights.dtype == torch.float64 else weights.to(torch.float32)
-            )  # exact sums of many rows
+            weights = weights if weights.dtype == torch.float64 else weights.float()
             if not weights.sum(dtype=torch.float64).isfinite():
                 token = int((~weights.isfinite()).nonzero()[0, 0])
                 row = bisect_right(rows.begin, token) - 1
                 raise ValueError(f"loss_mask of row {row} holds {weights[token].item()}, must hold finite numbers")
         named = {name: rows.flat(name, given) for name, given in per_token.items()}
-        labels = _labels(rows.num_rows, groups=groups, share_key=share_key)
+        labels = _numbers_of(groups, rows.num_rows)
         grown = _GrownTrees(rows, weights, named, labels, min_shared)
         self.unshared = () if cost is None else tuple(_that_pay_alone(rows, grown, cost))
         if self.unshared:
@@ -125,25 +118,6 @@ class PrefixTrees:
     def __len__(self) -> int:
         """Returns the number of trees."""
         return len(self.shapes)
-
-    @property
-    def segment_sizes(self) -> list[list[int]]:
-        """Tokens of each node, by tree."""
-        return [list(shape.sizes) for shape in self.shapes]
-
-    @property
-    def parents(self) -> list[list[int]]:
-        """Number of each node's parent, by tree; -1 for the root."""
-        return [list(shape.parents) for shape in self.shapes]
-
-    @property
-    def positions(self) -> list[Tensor]:
-        """Positions of each tree's tokens, counted from 0 along the path from the root, (tokens,)."""
-        spans = [span for shape in self.shapes for span in zip(shape.begins, shape.sizes, strict=True)]
-        begins, sizes = torch.tensor(spans, device="cpu").T
-        offsets = sizes.cumsum(0) - sizes
-        flat = torch.arange(self.tree_tokens, device="cpu") + (begins - offsets).repeat_interleave(sizes)
-        return list(torch.split(flat.to(self._rows.device), [shape.tokens for shape in self.shapes]))
 
     @property
     def tree_token_ratio(self) -> float:
@@ -208,17 +182,12 @@ class _Rows:
             mask = torch.ones(self.shape, dtype=torch.bool, device="cpu")
             if attention_mask is not None:
                 if attention_mask.shape != self.shape:
-                    raise ValueError(
-                        f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(self.shape)}: must be "
-                        "alike"
-                    )
+                    shapes = f"{tuple(attention_mask.shape)}, input_ids is {tuple(self.shape)}"
+                    raise ValueError(f"attention_mask is {shapes}: must be alike")
                 mask = attention_mask.detach().cpu().ne(0)
             begins = mask.diff(dim=1, prepend=mask.new_zeros(len(mask), 1)) & mask
             if len(parted := begins.sum(1).gt(1).nonzero()):
-                raise ValueError(
-                    f"attention_mask of row {int(parted[0, 0])} has padding between tokens: a row's tokens lie side by "
-                    "side"
-                )
+                raise ValueError(f"attention_mask of row {int(parted[0, 0])} has padding between tokens: remove it")
             self.lengths, self.index = mask.sum(1).tolist(), mask.flatten().nonzero()[:, 0]
         else:
             if attention_mask is not None:
@@ -266,24 +235,15 @@ class _Rows:
         return out.view(*self.shape, *flat.shape[1:])
 
 
-def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
+def _numbers_of(groups: Iterable[Hashable] | None, num_rows: int) -> list[int]:
     """Returns a number for each row; rows with equal numbers may share."""
-    keys: list[list[Hashable]] = []
-    for name, values in given.items():
-        if values is None:
-            continue
-        listed = values.tolist() if isinstance(values, Tensor) else list(values)
-        if len(listed) != num_rows:
-            raise ValueError(f"{name} has {len(listed)} values, must have one for each of {num_rows} rows")
-        keys.append([tuple(value) if isinstance(value, list) else value for value in listed])
+    if groups is None:
+        return [0] * num_rows
+    listed = groups.tolist() if isinstance(groups, Tensor) else list(groups)
+    if len(listed) != num_rows:
+        raise ValueError(f"groups has {len(listed)} values, must have one for each of {num_rows} rows")
     numbers: dict[Hashable, int] = {}
-    try:
-        found = [numbers.setdefault(key, len(numbers)) for key in zip(*keys, strict=True)]
-    except TypeError as error:
-        raise TypeError(
-            f"groups and share_key must hold values that can be compared, such as numbers: {error}"
-        ) from None
-    return found if keys else [0] * num_rows
+    return [numbers.setdefault(tuple(value) if isinstance(value, list) else value, len(numbers)) for value in listed]
 
 
 class _GrownTrees:
@@ -417,7 +377,7 @@ def _that_pay_alone(rows: _Rows, grown: _GrownTrees, cost: CostModel) -> list[in
     for shape, own, of_rows in zip(grown.shapes, alone, seconds, strict=True):
         if len(own) > 1:
             shared = Tree(shape, rates)
-            units = len(lay_out(shared, unit, MOST_TOKENS, rates, True).parts)
+            units = len(lay_out(shared, unit, rates, True).sizes)
             if sum(shared.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
                 found += own
     return found

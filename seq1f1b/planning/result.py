@@ -8,9 +8,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from seq1f1b.plan import Plan
+from seq1f1b.planning.hardware import Hardware
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["GIB", "PlanSearch", "Uncertain"]
@@ -20,8 +21,8 @@ _HEADS = (
     "k segments of a sequence; v stages of a rank; mix 1: segments of equal time, 0: of equal length; vocab: embedding "
     "and head at the ends, or over the ranks; GiB of the fullest rank"
 )
-_TIERS = {"folder": '"FOLDER"', "host": "seq1f1b.HOST"}
-"""The engine's argument ``Memory(offload=)`` by short name of the tier."""
+_TIERS = {"cpu": '"FOLDER"', "cuda": "seq1f1b.HOST"}
+"""The engine's argument ``Memory(offload=)`` by type of device."""
 
 
 class Uncertain(NamedTuple):
@@ -43,10 +44,7 @@ class PlanSearch:
         uncertain: uncertain numbers that change the best plan's step, largest change first.
         fallen: reason for each family without a plan among the best.
         num_candidates, num_simulated: number of candidates, and of simulated orders.
-        next_step: a line of advice on the next improvement.
-        device: bytes of memory of one device.
-        rates: origin of the seconds, in words.
-        tier: short name, in ``seq1f1b/where.py``, of the machine's tier for units.
+        machine: the machine of the plans.
     """
 
     plans: tuple[Plan, ...]
@@ -54,10 +52,7 @@ class PlanSearch:
     fallen: Mapping[str, str]
     num_candidates: int
     num_simulated: int
-    next_step: str
-    device: float
-    rates: str
-    tier: str | None = None
+    machine: Hardware
 
     def to_json(self) -> str:
         """Returns all fields but the machine's, as JSON."""
@@ -70,36 +65,31 @@ class PlanSearch:
                 "fallen": dict(self.fallen),
                 "candidates": self.num_candidates,
                 "simulated": self.num_simulated,
-                "next_step": self.next_step,
             },
             indent=1,
         )
 
-    def to_text(self, model: str, *, verbose: bool = False) -> str:
+    def to_text(self, model: str, *, verbose: bool = False, file: str = "FILE") -> str:
         """Returns a table of the plans, and details of the best plan. Times and rates have three digits.
 
         Args:
             model: the model's name.
             verbose: adds the reason for each family left out.
+            file: name of the best plan's file.
         """
         first = self.plans[0]
         lengths = ", ".join(str(each.seq_len) for each in first.lengths or (first,))
         lines = [
             f"{model}, {lengths} tokens, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
-            f"{self.rates}",
-            f"cap {first.cap / GIB:.1f} of {self.device / GIB:.1f} GiB; {self.num_candidates} candidates, "
+            f"{self.machine.rates}",
+            f"cap {first.cap / GIB:.1f} of {self.machine.memory / GIB:.1f} GiB; {self.num_candidates} candidates, "
             f"{self.num_simulated} simulated",
             "",
             *table_text(self._rows()).splitlines(),
             *_list(_HEADS, ()),
             "",
-            "GiB of each rank + what is left of the cap:",
-        ]
-        for number, plan in enumerate(self.plans, 1):
-            ranks = zip(plan.peak, plan.margin, strict=True)
-            lines += _list(f"{number:>2}", (f"{peak / GIB:.1f}+{left / GIB:.1f}" for peak, left in ranks))
-        lines += [
             "plan 1:",
+            *_list("   GiB of each rank:", (f"{x / GIB:.1f}" for x in first.peak)),
             *_list("   GiB in the worst case of the estimate:", (f"{x / GIB:.1f}" for x in first.peak_high)),
             *_list("   layers of each stage:", map(str, first.layout.layers or ())),
             *_list("   tokens of each segment:", map(str, first.segment_sizes)),
@@ -117,8 +107,7 @@ class PlanSearch:
             f"{term.change_at_low:+.2g} s .. {term.change_at_high:+.2g} s"
             for term in self.uncertain[:3]
         ]
-        lines += _list("run plan 1:", [self._call(first)])
-        lines += _list("next:", [self.next_step])
+        lines += _list("run plan 1:", [self._call(first, file)])
         if verbose:
             lines += ["left out:", *(f"   {name}: {reason}" for name, reason in self.fallen.items())]
         elif self.fallen:
@@ -127,16 +116,16 @@ class PlanSearch:
             lines.append(f"left out: {counts} (--verbose says why)")
         return "\n".join(lines)
 
-    def _call(self, plan: Plan) -> str:
-        """Returns the call of the engine that runs a plan, whose file ``--output`` writes."""
+    def _call(self, plan: Plan, file: str) -> str:
+        """Returns the call of the engine that runs a plan."""
         if plan.layout.inside != "none":
             return (
                 f'PipelineEngine(stages, schedule="{plan.schedule}", num_microbatches={plan.num_microbatches}, '
                 f"num_segments={plan.num_segments}, ...), blocks in torch.utils.checkpoint"
             )
         moves = any("L" in row for row in plan.units)
-        memory = f", memory=Memory(offload={_TIERS[self.tier or 'folder']})" * moves
-        return f'PipelineEngine(stages, schedule="FILE"{memory}, ...), with the file of --output FILE'
+        memory = f", memory=Memory(offload={_TIERS[self.machine.device_type]})" * moves
+        return f'PipelineEngine(stages, schedule="{file}"{memory}, ...), with the file of --output {file}'
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns the table's head and a row for each plan; the usual v, mix, vocab and recompute stay empty."""
@@ -162,7 +151,8 @@ def _list(head: str, items: Iterable[str]) -> list[str]:
     """Returns the head and the items in lines of at most 80 columns, with equal neighbours joined: 2 x16, 1 x48."""
     runs = ((text, len(list(run))) for text, run in itertools.groupby(items))
     texts = (text if count == 1 else f"{text} x{count}" for text, count in runs)
-    return textwrap.wrap(f"{head} {', '.join(texts)}".rstrip(), 80, subsequent_indent=" " * 6)
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # names of files and options
+    return textwrap.wrap(f"{head} {', '.join(texts)}".rstrip(), 80, subsequent_indent=" " * 6, **whole)
 
 
 def _share(plan: Plan, kind: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from seq1f1b import where
+from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel, Price
@@ -115,10 +115,8 @@ def search_plans(
         ValueError: a count out of range; or no plan fits: the message has the least possible bytes.
     """
     cap = memory_cap(hardware, memory)
-    counts = {"memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
+    for name, value in (("best", best), ("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        whole(name, value, 1)
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
     of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
@@ -148,12 +146,9 @@ def search_plans(
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
     if not names:
-        search.is_quick = True  # until the best order is refined
         search.consider(search.instead(family=families_named(["auto"])[0]))
     if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
         search.consider(search.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
-    if not names:
-        search.refine()
     best_found, *_ = search.fitting
     terms = best_found.uncertain(hardware)
     # The terms are taken to be independent, and to change the other plans in proportion to their seconds.
@@ -168,10 +163,7 @@ def search_plans(
         search.fallen(tried_names, plans) if names else _OTHERS | search.fallen([*tried_names, "auto"], plans),
         search.num_candidates,
         search.num_simulated,
-        search.next_step(is_limited=segments is not None, names=names),
-        hardware.memory,
-        hardware.rates,
-        where.tier_of(hardware.device_type),
+        hardware,
     )
 
 
@@ -204,7 +196,6 @@ class _Search:
     within: float
     progress: Callable[[int, int], None] | None
     fitting: list[Rated] = field(default_factory=list)  # fastest first: at most best, none slower than within times it
-    is_quick: bool = False  # whether an order of auto gets a single search, before refine
     num_candidates: int = 0
     num_simulated: int = 0
 
@@ -280,8 +271,8 @@ class _Search:
         units = 2 * self.num_ranks * v * self.num_microbatches * k
         return Rated(candidate, orders, bounds, orders.mean(bounds), units)
 
-    def _make(self, candidate: Candidate, is_quick: bool) -> BuiltOrder:
-        return self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
+    def _make(self, candidate: Candidate) -> BuiltOrder:
+        return self.look(candidate).orders.within_cap()
 
     # -- the loop: build, fit, simulate, keep
 
@@ -317,14 +308,13 @@ class _Search:
                 self._told.append(replace(known, least=math.ceil(least)))
                 continue
             found = self.priced(known)
+            is_built_alone = found is not None and found.least and not candidate.remedies  # and not simulated
+            most_units -= known.units // 4 if is_built_alone else known.units
             if found is None:  # remedies are not needed: a candidate without remedies fits, too
-                most_units -= known.units
                 continue
             self._told.append(found)
             if found.least:
-                most_units -= known.units if candidate.remedies else known.units // 4  # built, but not simulated
                 continue
-            most_units -= known.units
             alike = [other for other in fitting if other.is_alike(found)]
             if all(other.sort_key > found.sort_key for other in alike):  # else another split or name is as good
                 kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
@@ -332,11 +322,11 @@ class _Search:
 
     def priced(self, known: Rated) -> Rated | None:
         """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies."""
-        candidate, orders = known.candidate, known.orders._replace(is_quick=self.is_quick)
+        candidate, orders = known.candidate, known.orders
         if candidate.remedies and "cap_bytes" in candidate.family.options:  # the remedies are part of the order
-            choices = [orders.with_remedies(known.made)]
+            choices = [orders.with_remedies()]
         else:
-            made = self._made(candidate._replace(remedies=()), self.is_quick)
+            made = self._made(candidate._replace(remedies=()))
             choices = [made]
             if made.peak > self.cap:
                 schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
@@ -429,35 +419,7 @@ class _Search:
                 found.append(candidate)
         return found
 
-    def refine(self) -> None:
-        """Replaces the best order of ``auto`` by the result of a longer search, if faster."""
-        self.is_quick = False
-        made = next((i for i, each in enumerate(self.fitting) if each.candidate.family.name == "auto"), None)
-        if made is not None:
-            first = self.fitting[made]
-            again = self.priced(replace(self.look(first.candidate), made=first.made))
-            self.fitting[made] = min((each for each in (first, again) if each), key=lambda each: each.seconds)
-            self.fitting.sort(key=lambda each: each.sort_key)
-
     # -- what is told
-
-    def next_step(self, is_limited: bool, names: Sequence[str] | None) -> str:
-        """Returns advice on the next improvement of the best plan."""
-        best = self.fitting[0]
-        k, kinds = best.candidate.num_segments, best.built.schedule.kinds
-        told = f"{best.bubble:.1%} of the step is bubble"
-        if best.bubble < 0.03:
-            computes_again = " and memory for what is computed twice" * (
-                best.candidate.inside != "none" or "R" in kinds
-            )
-            return f"{told}, the rest is work: more ranks or a higher context degree share it{computes_again}"
-        ways = []
-        if is_limited:
-            ways.append(f"segments beyond {k}" if k > 1 else "segments")
-        if names:
-            ways.append("another family (--schedules, the default tries all)")
-        ways.append(f"more micro-batches in a step ({k} segments have {self.longest // k} tokens)")
-        return f"{told}: {', or '.join(ways)}"
 
     def _explain_nothing(self) -> str:
         if not self._told:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from seq1f1b import ScheduleError
 from seq1f1b.attention.packing import pack_documents
-from seq1f1b.documents.rows import MOST_TOKENS
+from seq1f1b.flat import whole
 from seq1f1b.nested import tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
@@ -51,9 +51,7 @@ class StepPlan:
         schedule: the order of the step; recomputed units have an R, moved units have O, A and L.
         ranks: predicted bytes of every rank at the peak.
         simulation: simulation of the step, without the optimizer.
-        costs: predicted costs of the units.
-        parents: parent segment of each segment, by row, None for a row without a tree; None if no row is a tree.
-        pieces: begin and size of runs of a tree's data, in the order of the row, by row; () for a row without a tree.
+        costs: predicted costs of the units, and the rows.
     """
 
     lengths: tuple[int, ...]
@@ -63,8 +61,16 @@ class StepPlan:
     ranks: tuple[RankBytes, ...]
     simulation: Simulation = field(compare=False, repr=False)
     costs: Price = field(compare=False, repr=False)
-    parents: tuple[tuple[int, ...] | None, ...] | None = None
-    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def parents(self) -> tuple[tuple[int, ...] | None, ...] | None:
+        """Parent segment of each segment, by row, None for a row without a tree; None if no row is a tree."""
+        return self.costs.parents
+
+    @property
+    def pieces(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Begin and size of runs of a tree's data, in the order of the row, by row; () for a row without a tree."""
+        return tuple([row.pieces for row in self.costs.rows])
 
     @property
     def seconds(self) -> float:
@@ -116,7 +122,7 @@ class StepPlan:
             raise ValueError("the documents are not as many or not as long as those that were planned")
         return [
             tree_map(partial(_joined, pieces), *[documents[index] for index in row])
-            for row, pieces in zip(self.rows, self._pieces, strict=True)
+            for row, pieces in zip(self.rows, self.pieces, strict=True)
         ]
 
     def split(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -136,17 +142,13 @@ class StepPlan:
                 f"the rows are not as many or not as long as those of the plan: give (1, tokens, ...) each{none}"
             )
         found: dict[int, Tensor] = {}
-        for row, indices, pieces in zip(rows, self.rows, self._pieces, strict=True):
+        for row, indices, pieces in zip(rows, self.rows, self.pieces, strict=True):
             parts = torch.split(row[0], [size for _, size in pieces] or [self.lengths[index] for index in indices])
             if pieces:
                 begins = sorted(range(len(pieces)), key=lambda i: pieces[i][0])
                 parts = (torch.cat([parts[i] for i in begins]),)
             found.update(zip(indices, parts, strict=True))
         return [found[index] for index in range(len(self.lengths))]
-
-    @property
-    def _pieces(self) -> Sequence[tuple[tuple[int, int], ...]]:
-        return self.pieces or ((),) * len(self.rows)
 
 
 def _joined(pieces: Sequence[tuple[int, int]], *documents: Tensor) -> Tensor:
@@ -163,10 +165,8 @@ def plan_step(
     *,
     schedule: str | Sequence[str] = ("seq1f1b", "auto"),
     unit_tokens: int | None = None,
-    segment_tokens: int | None = None,
     memory: float | None = None,
     remedies: Sequence[str] = ("recompute",),
-    prefetch: int | None = None,
     siblings: bool = True,
 ) -> StepPlan:
     """Plans a step over documents of any length, and trees.
@@ -184,11 +184,9 @@ def plan_step(
             move, and if "auto" could gain more time than the search takes.
         unit_tokens: units take as long as a document of so many tokens, or less if memory is short; None: the fastest
             time by ``cost``, which is only right with a profile of the model on the machine.
-        segment_tokens: most tokens of a segment; None: any number.
         memory: bytes that a rank may hold in all; None: any number. As few units as possible recompute, or move, until
             the step fits, see :meth:`seq1f1b.Schedule.fit`.
         remedies: ways to save memory: "recompute", "offload", or both. "offload" needs a machine with a tier.
-        prefetch: receive places of the order, see :meth:`seq1f1b.Schedule.replace`.
         siblings: short leaves of one parent may share a unit. False for models with a window, ALiBi or state carried
             along a row: such models need separate leaves.
     Raises:
@@ -196,9 +194,7 @@ def plan_step(
             fits: the message names the smallest budget.
         ScheduleError: no family can be built for the rows.
     """
-    for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
+    whole("unit_tokens", 1 if unit_tokens is None else unit_tokens, 1)
     if memory is not None and not memory >= 1:
         raise ValueError(f"memory is {memory}, must be at least 1 byte")
     rates = Rates.from_cost(cost)
@@ -210,15 +206,14 @@ def plan_step(
     if nodes and first == families_named(["auto"]):  # auto holds whole trees; nested orders hold a path
         first = families_named(["seq1f1b", "auto"])
     found: StepPlan | None = None
-    found_rows: Rows = ()
     least, refused = math.inf, ValueError("there is no family to plan a step with")  # bytes of the smallest order
 
-    def consider(family: Family, rows: Rows, price: Price, is_quick: bool = False) -> None:
+    def consider(family: Family, price: Price, is_quick: bool = False) -> None:
         """Keeps the family's order if the order fits and is the fastest so far; as few units as possible recompute or
         move."""
-        nonlocal found, found_rows, least, refused
-        looks: dict[str, Any] = {"prefetch": prefetch, "is_quick": is_quick, "is_whole": is_quick}
-        orders = Orders(family, [price], len(rows), limit, tuple(remedies), **looks)
+        nonlocal found, least, refused
+        rows = price.rows
+        orders = Orders(family, [price], len(rows), limit, tuple(remedies), is_quick=is_quick)
         try:
             tried = [orders.within_cap()]
             if "cap_bytes" in tried[0].options and remedies:  # the cap has cost time: remedies may cost less
@@ -231,12 +226,8 @@ def plan_step(
                     continue
                 (run,) = orders.run(made.schedule)
                 if found is None or run.makespan < found.seconds:
-                    of_rows = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-                    trees: dict[str, Any] = {}
-                    if price.parents is not None:
-                        trees = {"parents": tuple(price.parents), "pieces": tuple(row.pieces for row in rows)}
-                    found = StepPlan(tokens, *of_rows, made.schedule, tuple(made.ranks), run, price, **trees)
-                    found_rows = rows
+                    of_rows = tuple([row.indices for row in rows]), tuple([row.segment_sizes for row in rows])
+                    found = StepPlan(tokens, *of_rows, made.schedule, tuple(made.ranks), run, price)
         except ScheduleError as error:
             refused = error
 
@@ -248,12 +239,12 @@ def plan_step(
             if found is not None and made + units * 2 * cost.num_stages * len(first) > _MOST_UNITS:
                 continue
             made += units * 2 * cost.num_stages * len(first)
-            rows = rows_of(items, work, scale * best, segment_tokens or MOST_TOKENS, rates, siblings)
+            rows = rows_of(items, work, scale * best, rates, siblings)
             if rows not in known:
                 known.add(rows)
-                price = cost.price_rows([row.packed(tokens) for row in rows])
+                price = cost.price_rows(rows)
                 for family in first:
-                    consider(family, rows, price)
+                    consider(family, price)
         if found is not None and not found.remedied:
             return found
     if found is None:
@@ -270,7 +261,7 @@ def plan_step(
     if found.seconds - max(ranks) > _SEARCH_SECONDS * 2 * cost.num_stages * len(found.costs.sizes):
         for family in families:
             if family not in first:
-                consider(family, found_rows, found.costs, is_quick=True)
+                consider(family, found.costs, is_quick=True)
     return found
 
 
@@ -289,8 +280,7 @@ def share_documents(
     Raises:
         ValueError: fewer documents than replicas, or a length out of range.
     """
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
+    whole("num_replicas", num_replicas, 1)
     rates = Rates.from_cost(cost)
     items, work = _items(lengths, rates)
     if len(items) < num_replicas:

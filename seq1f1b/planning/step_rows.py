@@ -103,13 +103,10 @@ class TreeShape(NamedTuple):
         for node, (size, parent) in enumerate(zip(self.sizes, self.parents, strict=True)):
             if size < 1:
                 raise ValueError(f"{name}: node {node} has {size} tokens, must have at least 1")
-            if node == 0 and parent != -1:
-                raise ValueError(f"{name}: node 0 follows {parent}, must follow nothing (-1): it is the root")
-            if node > 0 and not 0 <= parent < node:
-                raise ValueError(
-                    f"{name}: node {node} follows {parent}, must follow one of 0..{node - 1}: a parent comes before "
-                    "its children, and only node 0 is a root"
-                )
+            if not (0 <= parent < node or node == 0 == parent + 1):
+                rule = f"one of 0..{node - 1}: a parent comes before its children, and only node 0 is a root"
+                rule = rule if node else "nothing (-1): it is the root"
+                raise ValueError(f"{name}: node {node} follows {parent}, must follow {rule}")
 
 
 def tokens_of(documents: Sequence[int | TreeShape]) -> list[int]:
@@ -178,82 +175,57 @@ def best_unit(documents: Sequence[int | Tree], seconds: Sequence[float], rates: 
     return min((smooth * math.pow(2.0, -power / 4) for power in range(-4, 28)), key=step)
 
 
-class StepRow(NamedTuple):
-    """A row of a step: a micro-batch."""
-
-    documents: tuple[int, ...]  # indices of the row's documents, in order; a single index for a tree
-    parts: tuple[tuple[int, ...], ...]  # tokens of each segment, by leaf where leaves share a segment
-    parents: tuple[int, ...] | None = None  # for a tree, the parent segment of each segment; None: a chain
-    pieces: tuple[tuple[int, int], ...] = ()  # for a tree, begin and size of runs of its data, in the order of the row
-
-    @property
-    def sizes(self) -> tuple[int | tuple[int, ...], ...]:
-        """Tokens of each segment, in the engine's form."""
-        return tuple(part[0] if len(part) == 1 else part for part in self.parts)
-
-    def packed(self, lengths: Sequence[int]) -> PackedRow:
-        """Returns the row as ``CostModel.price_rows`` takes it. lengths: tokens of each document of the step."""
-        sizes = tuple(map(sum, self.parts))
-        documents = tuple(lengths[i] for i in self.documents)
-        return PackedRow(documents, sizes, self.parents, None if self.parents is None else self.parts)
+Rows = tuple[PackedRow, ...]
 
 
-Rows = tuple[StepRow, ...]
-
-
-def rows_of(
-    documents: Sequence[int | Tree], work: Sequence[float], unit: float, most: int, rates: Rates, packs: bool
-) -> Rows:
+def rows_of(documents: Sequence[int | Tree], work: Sequence[float], unit: float, rates: Rates, packs: bool) -> Rows:
     """Returns rows, the rows with the most segments first.
 
     A long document begins a row and is cut into segments; short documents fill the last segment, or share a row of one
     segment. A tree has a row to itself.
 
     Args:
-        work: seconds of each document. unit: about the seconds of a unit; most: most tokens of a unit.
+        work: seconds of each document. unit: about the seconds of a unit.
         packs: leaves of one parent may share a unit.
     """
-    rows, parts, tokens = list[StepRow](), dict[int, float](), dict[int, int]()  # parts of a unit, for each document
-    for i, item in enumerate(documents):
-        if not isinstance(item, Tree):
-            parts[i], tokens[i] = max(work[i] / unit, item / most), item
-    long, short = ([i for i, share in parts.items() if (share > 1) == is_long] for is_long in (True, False))
-    counts = [_count(work[i], tokens[i], unit, most) for i in long]
-    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
-    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
-        chosen, count = [short[i] for i in bin_], 1
+    rows, tokens = list[PackedRow](), {i: item for i, item in enumerate(documents) if not isinstance(item, Tree)}
+    long, short = ([i for i in tokens if (work[i] > unit) == is_long] for is_long in (True, False))
+    counts = [_count(work[i], unit) for i in long]
+    taken = [min(_PARTS, math.ceil((work[i] / unit - n + 1) * _PARTS)) for i, n in zip(long, counts, strict=True)]
+    for place, bin_ in enumerate(best_fit([math.ceil(work[i] / unit * _PARTS) for i in short], _PARTS, taken)):
+        chosen, count = tuple([short[i] for i in bin_]), 1
         if place < len(long):
-            chosen, count = [long[place], *chosen], counts[place]
-        sizes = _cut([tokens[i] for i in chosen], count, most, rates)
-        rows.append(StepRow(tuple(chosen), tuple((size,) for size in sizes)))
+            chosen, count = (long[place], *chosen), counts[place]
+        lengths = tuple([tokens[i] for i in chosen])
+        rows.append(PackedRow(lengths, _cut(lengths, count, rates), indices=chosen))
     for i, item in enumerate(documents):
         if isinstance(item, Tree):
-            rows.append(lay_out(item, unit, most, rates, packs)._replace(documents=(i,)))
-    totals = {row.documents: sum(work[i] for i in row.documents) for row in rows}
-    return tuple(sorted(rows, key=lambda row: (-len(row.parts), -totals[row.documents])))
+            rows.append(lay_out(item, unit, rates, packs)._replace(indices=(i,)))
+    totals = {row.indices: sum(work[i] for i in row.indices) for row in rows}
+    return tuple(sorted(rows, key=lambda row: (-len(row.sizes), -totals[row.indices])))
 
 
-def _count(seconds: float, tokens: int, unit: float, most: int) -> int:
+def _count(seconds: float, unit: float) -> int:
     """Returns the number of units of a run of tokens."""
-    return max(1, math.ceil(seconds / unit - _STRETCH), -(-tokens // most))
+    return max(1, math.ceil(seconds / unit - _STRETCH))
 
 
-def _cut(documents: Sequence[int], count: int, most: int, rates: Rates, begin: int = 0) -> tuple[int, ...]:
-    """Returns the tokens of a row's segments, of equal time and at most ``most`` tokens each. The first document may be
-    long; begin: tokens before the document, for a node of a tree."""
+def _cut(documents: Sequence[int], count: int, rates: Rates, begin: int = 0) -> tuple[int, ...]:
+    """Returns the tokens of a row's segments, of equal time. The first document may be long; begin: tokens before the
+    document, for a node of a tree."""
     tokens = sum(documents)
-    if count == 1 and tokens <= most:
+    if count == 1:
         return (tokens,)
     before = rates.of(begin)
     share = (rates.of_node(begin, documents[0]) + sum(map(rates.of, documents[1:]))) / count
     ends = [min(documents[0], round(rates.position(before + share * i)) - begin) for i in range(1, count)]
     sizes = [end - first for first, end in zip([0, *ends], [*ends, tokens], strict=True)]
-    if min(sizes) < 1 or max(sizes) > most:
-        return _cut(documents, count + 1, most, rates, begin) if count < tokens else (1,) * tokens
+    if min(sizes) < 1:
+        return _cut(documents, count + 1, rates, begin) if count < tokens else (1,) * tokens
     return tuple(sizes)
 
 
-def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> StepRow:
+def lay_out(tree: Tree, unit: float, rates: Rates, packs: bool) -> PackedRow:
     """Lays a tree out in units: a long node becomes a chain of units, and short leaves of one parent share a unit.
 
     Segments are in preorder; a shared unit stands at the place of the first leaf.
@@ -271,18 +243,18 @@ def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> St
             parents.append(parent)
             continue
         (node,) = nodes
-        count = _count(seconds[node], sizes[node], unit, most)
-        for size in _cut([sizes[node]], count, most, rates, tree.begins[node]) if count > 1 else (sizes[node],):
+        for size in _cut([sizes[node]], _count(seconds[node], unit), rates, tree.begins[node]):
             parts.append((size,))
             parents.append(parent)
             parent = len(parts) - 1
         if not (children := tree.children[node]):
             continue
-        short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
+        short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit]
         groups = [[child] for child in children]
         if len(short) > 1:
-            shares = [math.ceil(max(seconds[leaf] / unit, sizes[leaf] / most) * _PARTS) for leaf in short]
+            shares = [math.ceil(seconds[leaf] / unit * _PARTS) for leaf in short]
             groups = [sorted(short[i] for i in bin_) for bin_ in best_fit(shares, _PARTS)]
             groups += [[child] for child in set(children).difference(short)]
         stack += [(group, parent) for group in sorted(groups, reverse=True)]
-    return StepRow((), tuple(parts), tuple(parents), tuple(pieces))
+    of_segments = tuple(map(sum, parts)), tuple(parents), tuple(parts)
+    return PackedRow((tree.shape.tokens,), *of_segments, pieces=tuple(pieces))

@@ -24,8 +24,7 @@ from seq1f1b.placement import free_bytes
 from seq1f1b.plan import TunedOrder
 from seq1f1b.report.report import Report
 from seq1f1b.schedule import Costs, build_schedule
-from seq1f1b.seconds import spans_of
-from seq1f1b.unit_times import MeasuredUnits, terms_of
+from seq1f1b.seconds import MeasuredUnits, spans_of, terms_of
 
 __all__: list[str] = []
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from seq1f1b.seconds import Fit, PassSeconds, Span, pairs_of, spans_of
-from seq1f1b.unit_times import MeasuredUnits, terms_of
+from seq1f1b.seconds import Fit, MeasuredUnits, PassSeconds, Span, pairs_of, spans_of, terms_of
 
 SPAN = Span(*(np.array([x]) for x in (10.0, 55.0, 10.0)))
 

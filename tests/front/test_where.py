@@ -63,7 +63,6 @@ def test_a_tier_refuses_other_devices() -> None:
     for tier, device in (("folder", "cuda:0"), ("host", "cpu")):
         with pytest.raises(ValueError, match=f"^Option: .*on {device}: give Memory"):
             where.check(tier, "Option", device)
-    assert [where.tier_of(device) for device in ("cpu", "cuda", "mps")] == ["folder", "host", None]
 
 
 SHAPE = ModelShape(hidden=1024, layers=8, heads=8, kv_heads=8, ffn=4096, vocab=1000)
@@ -82,8 +81,7 @@ def test_plans_move_units_to_where_the_engine_takes_them(name: str) -> None:
     cap = int(0.9 * max(plan(machine, 1 << 50).plans[0].peak))
     found = plan(machine, cap, "offload")
     assert any("L" in row for row in found.plans[0].units)
-    assert found.tier is not None
-    where.check(found.tier, "offload", machine.device_type)
+    where.check("host" if machine.host_memory else "folder", "offload", machine.device_type)
     asked = "seq1f1b.HOST" if machine.device_type == "cuda" else 'offload="FOLDER"'
     assert asked in found.to_text("model")
     if machine.device_type == "cuda":

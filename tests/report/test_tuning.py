@@ -16,9 +16,8 @@ import seq1f1b
 from seq1f1b import Limits, PipelineEngine, PipelineError
 from seq1f1b.report import tuning
 from seq1f1b.report.tuning import costs_of
-from seq1f1b.seconds import Fit
+from seq1f1b.seconds import Fit, MeasuredUnits
 from seq1f1b.testing import run_ranks
-from seq1f1b.unit_times import MeasuredUnits
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
 STEPS = 60  # more than a search takes
