@@ -198,8 +198,7 @@ def _check_kinds(model: ModelShape) -> None:
         )
     for number, kind in enumerate(model.kinds):
         for name, value in kind._asdict().items():
-            if value is not None and value < 0:
-                raise ValueError(f"model kinds[{number}] {name} is {value}, must be at least 0")
+            whole(f"model kinds[{number}] {name}", 0 if value is None else value, 0)
         given = {name: value for name, value in kind._asdict().items() if name in model._fields and value is not None}
         if not given.get("heads", 1):
             del given["heads"]

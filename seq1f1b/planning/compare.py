@@ -14,7 +14,7 @@ from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import Orders, families_named
+from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
 from seq1f1b.planning.search import STEPS
 from seq1f1b.schedule import Costs, Family, Links, Schedule, build_schedule
 from seq1f1b.table import rounded, table_text
@@ -112,9 +112,8 @@ def _unit(most: int) -> tuple[str, int]:
     return ("MiB", 2**20) if most < 10_000 * 2**20 else ("GiB", 2**30)
 
 
-def _bytes(count: int | None) -> str:
+def _bytes(count: int) -> str:
     """Returns bytes as text, rounded up, since a printed least cap must fit if a user asks for it."""
-    count = count or 0
     name, unit = _unit(count)
     return f"{count} bytes" if count < 2**20 else f"{-(-10 * count // unit) / 10:.1f} {name}"
 
@@ -182,13 +181,7 @@ def compare(
 
     counts: dict[str, Any] = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
 
-    def broken_rule(family: Family, v: int, k: int) -> str | None:
-        rule = family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
-        if rule is None and model is not None and num_ranks * v > model.layers:
-            return f"P v <= {model.layers} layers: here P = {num_ranks}, v = {v}"
-        return rule
-
-    def row_of(family: Family, v: int, k: int, cap: float) -> FamilyRow:
+    def row_of(family: Family, v: int, k: int) -> FamilyRow:
         is_capped = family.name == "auto" and most < num_microbatches
         options: dict[str, Any] = {"cap": max(int(most * v * k), v * k)} if is_capped else {}
         if model is not None and hardware is not None and seq_len is not None:
@@ -196,12 +189,8 @@ def compare(
             cost = CostModel.balanced(model, hardware, layout=layout or Layout(), **of_cost)
             whole = segment_sizes if k == num_segments else [seq_len]
             price = cost.price(whole or cost.split(k))
-            orders = Orders(family, [price], num_microbatches, cap, options=options)
-            made = orders.within_cap()
-            if made.peak > cap and "costs" in family.options:  # all caps that are too low get one and the same order
-                made = orders._replace(cap=_NO_ROOM).within_cap()
-            costs = price.costs(made.schedule)
-            return _row(family, made.schedule, costs, price.sizes, made.peak)
+            made = _made(Orders(family, [price], num_microbatches, cap_bytes or math.inf, options=options))
+            return _row(family, made.schedule, price.costs(made.schedule), price.sizes, made.peak)
         put_off = backward / 2 if weight is None else weight
         options |= {"costs": [x / (v * k) for x in (forward, backward - put_off, put_off)], "transfer": transfer}
         taken = {name: value for name, value in options.items() if name in family.options}
@@ -209,24 +198,20 @@ def compare(
         seconds = forward / (v * k), backward / (v * k), None if weight is None else weight / (v * k)
         return _row(family, schedule, Costs(*seconds, links=Links(transfer)))
 
-    def rows_of(cap: float) -> tuple[list[FamilyRow], dict[str, str]]:
-        """Returns a row for each family that can be built, with the wanted stages and segments, else the fewest stages
-        or one segment; and the broken rule for each other family."""
-        rows, refused = [], dict[str, str]()
-        for family in wanted:
-            least, broken = family.stages_per_rank, list[str]()
-            stages = dict.fromkeys((least if stages_per_rank is None else stages_per_rank, least))
-            for v, k in product(stages, (num_segments, 1) if family.has_segments else (1,)):
-                if (rule := broken_rule(family, v, k)) is None:
-                    rows.append(row_of(family, v, k, cap))
-                    break
-                broken.append(rule)
-            else:
-                refused[family.name] = f"needs {broken[0]}"
-        return rows, refused
-
-    wanted = families_named(dict.fromkeys(names or schedules()))
-    rows, refused = rows_of(math.inf if cap_bytes is None else cap_bytes)
+    rows, refused = list[FamilyRow](), dict[str, str]()
+    for family in families_named(dict.fromkeys(names or schedules())):
+        fewest, broken = family.stages_per_rank, list[str]()
+        stages = dict.fromkeys((fewest if stages_per_rank is None else stages_per_rank, fewest))
+        for v, k in product(stages, (num_segments, 1) if family.has_segments else (1,)):
+            rule = family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
+            if rule is None and model is not None and num_ranks * v > model.layers:
+                rule = f"P v <= {model.layers} layers: here P = {num_ranks}, v = {v}"
+            if rule is None:
+                rows.append(row_of(family, v, k))
+                break
+            broken.append(rule)
+        else:
+            refused[family.name] = f"needs {broken[0]}"
     if not rows:
         raise ValueError("no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items()))
     fitting = []
@@ -234,25 +219,33 @@ def compare(
         if row.peak_microbatches > most:
             refused[row.family] = f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {most:g}"
         elif cap_bytes is not None and (row.peak_bytes or 0) > cap_bytes:
-            refused[row.family] = f"holds {_bytes(row.peak_bytes)}, the cap is {_bytes(cap_bytes)}"
+            refused[row.family] = f"holds {_bytes(row.peak_bytes or 0)}, the cap is {_bytes(cap_bytes)}"
         else:
             fitting.append(row)
     if not fitting and cap_bytes is None:
         least = min(rows, key=lambda row: row.peak_microbatches)
         held = f"{least.peak_microbatches:.2f} micro-batches, of {least.family}"
         raise ValueError(f"no family fits the cap; the least possible is {held}")
-    if not fitting:
-        least = min(rows_of(_NO_ROOM)[0], key=lambda row: row.peak_bytes or 0)
+    if not fitting and cap_bytes is not None:
+        least = min(rows, key=lambda row: row.peak_bytes or 0)
         raise ValueError(
-            f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "
-            f"{least.family}. More segments, more ranks, a higher tensor or context degree, or more recomputation "
-            "(--inside full) need less"
+            f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes or 0)}, "
+            f"of {least.family}. More segments, more ranks, a higher tensor or context degree, or more "
+            "recomputation (--inside full) need less"
         )
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     return Comparison(tuple(fitting), refused, None if hardware is None else (hardware.name, hardware.memory))
 
 
 _NO_ROOM = 1  # a cap in bytes that makes orders hold as little as possible
+
+
+def _made(orders: Orders) -> BuiltOrder:
+    """Returns the family's order within the cap; else the order that holds least, for all caps that are too low."""
+    made = orders.within_cap()
+    if made.peak > orders.cap and "costs" in orders.family.options:
+        return orders._replace(cap=_NO_ROOM).within_cap()
+    return made
 
 
 def _row(

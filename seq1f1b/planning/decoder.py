@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import seq1f1b.attention.causal as ops
 from seq1f1b import where
 from seq1f1b.engine.file_tier import FileTier
+from seq1f1b.flat import whole
 from seq1f1b.launcher import launch
 from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile
@@ -153,11 +154,11 @@ def _measure(
     done = count(1)
 
     def progress() -> None:
-        print(f"measured {next(done)} of {cuts} cuts", file=sys.stderr, flush=True)
+        if show and dist.get_rank() == 0:
+            print(f"measured {next(done)} of {cuts} cuts", file=sys.stderr, flush=True)
 
-    told: dict[str, Any] = {"progress": progress} if show and dist.get_rank() == 0 else {}
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        return profile_model(model, **settings, wait=dist.barrier, **told)
+        return profile_model(model, **settings, wait=dist.barrier, progress=progress)
 
 
 def profile_decoder(
@@ -183,10 +184,8 @@ def profile_decoder(
         threads: threads of each process.
         bf16: measures under autocast.
         device: "cpu" or "cuda"; the processes take the machine's GPUs in turn.
-        offload: a directory, or ``seq1f1b.HOST`` on GPUs; also measures the rates of a tier there, while all processes
-            move units at once.
-        lora: rank of adapters beside the frozen matrices of layers; 0: all weights are trained.
         show: prints the number of measured cuts to stderr after each cut.
+        Other arguments are those of :func:`profile_model`.
     Raises:
         ValueError: a count below 1, "cuda" without a GPU; or as :func:`profile_model`.
         OSError: the tier's file cannot be made, written or read.
@@ -196,10 +195,8 @@ def profile_decoder(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
     for name, value in (("processes", processes), ("threads", threads), ("layers", layers), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
-    if lora < 0:
-        raise ValueError(f"lora is {lora}, must be at least 0, the rank of the adapters")
+        whole(name, value, 1)
+    whole("lora", lora, 0)
     if offload is not None:
         where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
     if offload is not None and offload is not HOST:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from seq1f1b.engine.lone import LoneEngine
 from seq1f1b.engine.options import Memory
+from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import TIER, Part, Profile
 from seq1f1b.schedule import Schedule, Unit, build_schedule
@@ -117,8 +118,7 @@ def measure_stage(
         OSError: the tier's file cannot be made, written or read.
     """
     for name, value in (("seq_len", seq_len), ("layers", layers), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
+        whole(name, value, 1)
     cuts = cuts_of(seq_len, segments)
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
@@ -133,13 +133,21 @@ def measure_stage(
         feeds = any(x.requires_grad for x in inputs)
         modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
         device = inputs[0].device
+        counts: dict[str, Any] = {
+            "num_ranks": 1,
+            "num_microbatches": 1,
+            "num_segments": k,
+            "stages_per_rank": len(modules),
+        }
+        (order,) = build_schedule("breadth-first", **counts).ranks
+        kinds = {"B": "IW"} if way == "split" else {}
 
         def is_measured(unit: Unit) -> bool:
             return unit.stage == feeds
 
         engine = LoneEngine(
             modules,
-            schedule=_order(len(modules), k, way == "split"),
+            schedule=Schedule([[unit._replace(kind=x) for unit in order for x in kinds.get(unit.kind, unit.kind)]]),
             num_microbatches=1,
             num_segments=k,
             segment_sizes=sizes,
@@ -170,20 +178,20 @@ def measure_stage(
         return _Cut(sizes, int(feeds), shortest, held, sink.bytes)
 
     for k in cuts:
-        whole, split, recomputed = (run(k, way) for way in ("whole", "split", "recomputed"))
-        for cut, kinds in ((whole, ("F", "B")), (split, ("F", "I", "W")), (recomputed, ("FR",))):
+        kept, split, recomputed = (run(k, way) for way in ("whole", "split", "recomputed"))
+        for cut, kinds in ((kept, ("F", "B")), (split, ("F", "I", "W")), (recomputed, ("FR",))):
             cut.add_times(found, kinds)
-        if whole.held is not None and split.held is not None:  # else a compiled stage, whose bytes are unknown
-            found.saved.append((seq_len, k, whole.held.peak_saved))
+        if kept.held is not None and split.held is not None:  # else a compiled stage, whose bytes are unknown
+            found.saved.append((seq_len, k, kept.held.peak_saved))
             found.left.append((split.held.kept, split.held.gradients))
         if offload is not None and k == cuts[len(cuts) // 2]:
             moved = run(k, "moved").add_moves(found)
         progress()
     for parameter in stage.parameters():
         parameter.grad = None
-    report = whole.steps[0][1]
+    report = kept.steps[0][1]
     cache = report.planned_kv_bytes / seq_len, report.planned_grad_bytes / seq_len
-    return found._replace(kv=cache[0], kv_gradients=cache[1], message=whole.message_bytes / seq_len, moved=moved)
+    return found._replace(kv=cache[0], kv_gradients=cache[1], message=kept.message_bytes / seq_len, moved=moved)
 
 
 def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
@@ -201,13 +209,6 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _order(num_stages: int, k: int, split: bool) -> Schedule:
-    """Returns an order of one rank: all F, then all B; ``split`` replaces each B by I and W."""
-    order = build_schedule("breadth-first", num_ranks=1, num_microbatches=1, num_segments=k, stages_per_rank=num_stages)
-    kinds = {"B": "IW"} if split else {}
-    return Schedule([[unit._replace(kind=kind) for unit in order.ranks[0] for kind in kinds.get(unit.kind, unit.kind)]])
-
-
 class _Cut(NamedTuple):
     """Steps of a stage in segments of equal length, all in one way."""
 
@@ -219,14 +220,14 @@ class _Cut(NamedTuple):
 
     def add_times(self, found: StageTimes, kinds: Sequence[str]) -> None:
         """Adds the seconds of units, under the last letter of each of ``kinds``: sums over the letters of a kind."""
-        for whole, report in self.steps:
+        for seconds, report in self.steps:
             times = {(unit.kind, unit.segment): t for unit, t in self._times(report)}
             for s, size in enumerate(self.sizes):
                 of_unit = found.units.setdefault((sum(self.sizes[:s]), size), {kind: [] for kind in PASSES})
                 for kind in kinds:
                     of_unit[kind[-1]].append(sum(times[letter, s] for letter in kind))
             found.unit_overhead.append((report.seconds - report.busy) / len(report.timeline))
-            found.step_overhead.append(whole - report.seconds)
+            found.step_overhead.append(seconds - report.seconds)
 
     def add_moves(self, found: StageTimes) -> float:
         """Adds the rates of moves, and the seconds by which moved units take longer than units that stay, by byte.
@@ -262,16 +263,15 @@ def _wait_for(device: torch.device) -> None:
 
 def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     """Joins the repetitions of all processes into one object."""
-
-    def together(name: str) -> list[Any]:
-        return list(chain.from_iterable(getattr(each, name) for each in measured))
-
+    first, lists = measured[0], ("unit_overhead", "step_overhead", "tier", "moving")
     units = {
         key: {kind: list(chain.from_iterable(each.units[key][kind] for each in measured)) for kind in PASSES}
-        for key in measured[0].units
+        for key in first.units
     }
-    lists: dict[str, Any] = {name: together(name) for name in ("unit_overhead", "step_overhead", "tier", "moving")}
-    return measured[0]._replace(units=units, **lists)
+    together: dict[str, Any] = {
+        name: list(chain.from_iterable(getattr(each, name) for each in measured)) for name in lists
+    }
+    return first._replace(units=units, **together)
 
 
 def fit_part(measured: StageTimes) -> Part:
@@ -289,10 +289,8 @@ def fit_part(measured: StageTimes) -> Part:
         whole = fit_seconds(rows[name], with_pairs=measured.kv > 0 and name != "weight")
         return Fit(whole.floor / layers, whole.per_token / layers, whole.per_pair / layers, whole.residual)
 
-    points = [
-        (tokens / units, 0.0, size / units) for tokens, units, size in measured.saved
-    ]  # no bytes: compiled modules
-    saved = fit_seconds(points, with_pairs=False)  # a line
+    points = [(tokens / units, 0.0, size / units) for tokens, units, size in measured.saved]
+    saved = fit_seconds(points, with_pairs=False)  # a line; zeros for compiled modules, whose bytes are unknown
     left = [statistics.fmean(column) / layers for column in zip(*(measured.left or [(0.0, 0.0)]), strict=True)]
     fits: dict[str, Any] = {name: fit(name) for name in rows}
     return Part(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from seq1f1b.flat import whole
 from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.profile import Part, Profile
@@ -292,31 +293,27 @@ class ByParts:
 
 def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
     """Raises ``ValueError`` unless model, stages and degrees fit, and the documents sum to the sequence."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
+    whole("seq_len", seq_len, 1)
     model.flops(0, seq_len)  # raises unless shape and length are sound
     if num_stages < 1 or num_stages > model.layers:
         raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
     for name in ("tensor", "context", "expert", "data"):
-        degree = getattr(layout, name)
-        if degree < 1:
-            raise ValueError(f"{name} is {degree}, must be at least 1")
+        whole(name, getattr(layout, name), 1)
     layers, _ = layers_of(model)
     if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
         raise ValueError(
             f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
         )
-    for degree, name, whole in (
+    for degree, name, total in (
         *((layout.tensor, "tensor", layer.heads) for layer in layers),
         *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
         (layout.expert, "expert", layout.data),
     ):
-        if whole % degree != 0:
-            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
-    if layout.inside not in INSIDE:
-        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
-    if layout.vocabulary not in ("ends", "ranks"):
-        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
+        if total % degree != 0:
+            raise ValueError(f"{name} is {degree}, must divide {total} ({_WHOLE[name]})")
+    for name, word, words in (("inside", layout.inside, INSIDE), ("vocabulary", layout.vocabulary, ("ends", "ranks"))):
+        if word not in words:
+            raise ValueError(f"{name} is {word!r}, must be one of {', '.join(words)}")
     if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
         raise ValueError("vocabulary 'ranks' needs a model with vocab, and head_in_loss, as the shards hold the loss")
     if layout.layers is not None and (
@@ -418,20 +415,9 @@ def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
             f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
             f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
         )
-    if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
-        raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
-    if layout.lora != profile.lora:
-        raise ValueError(
-            f"the profile was measured with lora {profile.lora}, the layout says lora {layout.lora}: measure with "
-            f"seq1f1b profile --lora {layout.lora}, or plan without a profile"
-        )
-    if (layout.frozen and not layout.lora) or layout.weight_bits is not None:
-        raise ValueError(
-            "a profile is of trained layers or of adapters, in one dtype: plan other frozen weights, and weight_bits, "
-            "without a profile"
-        )
-    if layout.inside != "none" or layout.copies_prefix:
-        raise ValueError(
-            f"a profile is of stages that recompute nothing and share a cache: inside is {layout.inside!r}, "
-            f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
-        )
+    measured = {"tensor": 1, "context": 1, "expert": 1, "inside": "none", "copies_prefix": False, "weight_bits": None}
+    measured |= {"lora": profile.lora, "frozen": layout.frozen and profile.lora > 0}
+    for name, value in measured.items():
+        if (asked := getattr(layout, name)) != value:
+            remedy = f"measure with seq1f1b profile --lora {asked}, or " * (name == "lora") + "plan without a profile"
+            raise ValueError(f"{name} is {asked!r}, the profile is of layers with {name} {value!r}: {remedy}")
