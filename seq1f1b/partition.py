@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
@@ -342,22 +341,16 @@ def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
 
     def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:
         """Returns the least measure of all splits with stages of at most ``limit``, and the layers of the best."""
-
-        @cache
-        def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
-            """Returns measure and layers of the best split of the layers before ``stop`` into so many stages."""
-            if not stages:
-                return (0.0, ()) if not stop else (math.inf, ())
-            options: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, 0, ())]
-            for start in range(stages - 1, stop):
-                cost = total[stop] - total[start] + (head if stages == num_stages else 0.0)
-                if cost <= limit:
-                    before, counts = best(stages - 1, start)
-                    options.append((measure(before, cost), stop - start, counts))
-            found, last, counts = min(options)
-            return found, (*counts, last)
-
-        return best(num_stages, len(work))
+        found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by number of layers in the stages so far
+        for stage in range(1, num_stages + 1):
+            options: dict[int, list[tuple[float, int, tuple[int, ...]]]] = {}
+            for (start, (before, counts)), stop in product(found.items(), range(1, len(total))):
+                cost = total[stop] - total[start] + (head if stage == num_stages else 0.0)
+                if start < stop and cost <= limit:
+                    options.setdefault(stop, []).append((measure(before, cost), stop - start, counts))
+            best = {stop: min(splits) for stop, splits in options.items()}
+            found = {stop: (least, (*counts, last)) for stop, (least, last, counts) in best.items()}
+        return found[len(work)]
 
     slowest, _ = split(max, math.inf)
     # Among splits with an equally fast slowest stage, take the most even split.

@@ -34,13 +34,13 @@ _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders after 1; the optima of Sta
 _FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
-LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for
+LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for, and are a tie: costs are less certain
 _MOST_OF_AUTO = 25_000  # units of all searched orders unless auto is asked for: about a second
 _MOST_OF_ROUND = 200_000  # units, F and B, priced for each number of segments after the first numbers
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
-_TIE = 0.002  # shares of a step below this are a tie: the costs are less certain
 _MOST_UNITS = 10_000_000  # most units of one candidate, at about 300 bytes each
+
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
 }
@@ -348,7 +348,7 @@ class _Search:
             optimizer = [sum(price.cost.optimizer_seconds()) for price in orders.prices]
             work = [sum(run.busy) + seconds for run, seconds in zip(runs, optimizer, strict=True)]
             found.bubble = 1 - orders.mean(work) / self.num_ranks / found.seconds
-            found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
+            found.sort_key = round(math.log(found.seconds) / LEAST_GAIN), made.peak
         return min(tried, key=lambda each: (each.seconds, each.least))
 
     # -- what to try
