@@ -239,10 +239,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
 
 def _is_of(report: PipelineReport, plan: StepPlan) -> bool:
-    cells = {(m, s) for m, row in enumerate(plan.costs.rows) for s in range(len(row.sizes))}
-    return all(
-        rank.training
-        and rank.segment_sizes == tuple(plan.costs.sizes)
-        and {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} == cells
-        for rank in report.ranks
-    )
+    """Returns whether a report is of a step of the plan; all ranks run the same step."""
+    rank, cells = report.ranks[0], {(m, s) for m, row in enumerate(plan.costs.rows) for s in range(len(row.sizes))}
+    is_alike = rank.training and rank.segment_sizes == tuple(plan.costs.sizes)
+    return is_alike and {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} == cells

@@ -59,10 +59,8 @@ class _Config:
             if default is ...:
                 raise ValueError(f"{self.name}: a config of {self.kind!r} without {key}")
             return default
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a whole number")
-        if value < least:
-            raise ValueError(f"{self.name}: {key} is {value}, must be at least {least}")
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a whole number of at least {least}")
         return value
 
     def list(self, key: str, length: int | None = None) -> list[Any] | None:

@@ -127,6 +127,7 @@ class Hardware:
     """The origin of the seconds, in words."""
     insides: ClassVar[tuple[str, ...]] = INSIDE
     """The kinds of ``Layout(inside=)`` that it has seconds of."""
+    _source: ClassVar[type[ByParts]] = ByParts
 
     def link(self, devices: float) -> float:
         """Returns the bytes per second among a number of neighbouring devices."""
@@ -134,7 +135,7 @@ class Hardware:
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
         """Returns the seconds and bytes of a model on the machine, in stages of the given layers."""
-        return ByParts(model, self, layout, layers, num_ranks)
+        return self._source(model, self, layout, layers, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,7 @@ class ProfiledHardware(Hardware):
 
     rates: ClassVar[str] = "measured units"
     insides: ClassVar[tuple[str, ...]] = ("none",)  # a profile measures stages without recomputation
-
-    def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
-        """Returns the measured seconds and bytes of a model, in stages of the given layers."""
-        return ByProfile(model, self, layout, layers, num_ranks)
+    _source: ClassVar[type[ByParts]] = ByProfile
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:

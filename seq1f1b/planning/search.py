@@ -35,12 +35,11 @@ _FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for, and are a tie: costs are less certain
-_MOST_OF_AUTO = 25_000  # units of all searched orders unless auto is asked for: about a second
+_MOST_OF_AUTO = 25_000  # units of all candidates of auto unless auto is asked for: about four seconds
 _MOST_OF_ROUND = 200_000  # units, F and B, priced for each number of segments after the first numbers
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
 _MOST_UNITS = 10_000_000  # most units of one candidate, at about 300 bytes each
-
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
 }

@@ -279,16 +279,7 @@ def record(name: str) -> Any:
         free = answer(name, 1 << 50)
         share = (0.5, 0.75, 0.9, 1.0, 4.0, 4.0)[int(name.split()[1]) * 7 % 6]
         cap = max(1, int(share * max(free["plans"][0]["peak"]))) if "plans" in free else 1 << 50
-    return {"cap": cap, "answer": _rounded(answer(name, cap))}
-
-
-def _rounded(told: Any) -> Any:
-    """With 14 digits, which make a smaller file."""
-    if isinstance(told, dict):
-        return {key: _rounded(value) for key, value in told.items()}
-    if isinstance(told, list):
-        return list(map(_rounded, told))
-    return float(f"{told:.14g}") if isinstance(told, float) else told
+    return {"cap": cap, "answer": answer(name, cap)}
 
 
 def difference(one: Any, other: Any, where: str = "") -> str | None:
