@@ -315,8 +315,9 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
         s1f_current_unit_set_thread(NULL);
     else
         (void)s1f_current_unit_set_process(NULL);
-    S1F_TRY(status);
-    return s1f_kv_cache_finish_unit(executor->cache, &current);
+    if (status == S1F_OK)
+        s1f_kv_cache_finish_unit(executor->cache, &current);
+    return status;
 }
 
 /* Releases the results that no transfer reads any more. */

@@ -1,6 +1,7 @@
 /* kv_cache.c - slabs found by (stage, layer), rows addressed by unit. */
 #include "kv_cache.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,36 +12,33 @@ enum {
     RELEASE_TOKENS = 8192
 };
 
-typedef struct {
+typedef struct {                  /* serials of Fs */
+    int64_t written, contributed; /* of the segment that the rows hold; whose own gradients were added, in dK and dV */
+} segment_rows;
+
+typedef struct { /* K and V, or dK and dV */
     s1f_slab k, v, docs;
-    int64_t *written; /* [num_segments] serial of the F that wrote the segment's rows */
+    segment_rows *segments; /* [num_segments] */
     int32_t num_segments;
 } layer_slot;
 
-typedef struct {                 /* serials of Fs, as in `written` */
-    int64_t stored, contributed; /* of the segment whose rows hold gradients; that has made its own contribution */
-} grad_segment;
-
-typedef struct {
-    s1f_slab dk, dv;
-    grad_segment *segments; /* [num_segments] */
-    int32_t num_segments;
-} layer_grads;
+typedef struct {       /* more than a step needs are kept for the next that does */
+    layer_slot *slots; /* [count] */
+    int32_t count;
+} slot_table;
 
 typedef struct {
     int32_t stage;
     int64_t layer;
     int64_t step; /* in which `shape` was fixed */
     s1f_layer_shape shape;
-    layer_slot *slots;  /* [num_slots]; more than a step needs are kept for the next that does */
-    layer_grads *grads; /* [num_grads] */
-    int32_t num_slots, num_grads;
+    slot_table kv, grads;
 } layer_entry;
 
 struct s1f_kv_cache {
     s1f_kv_slots slots;
     int64_t step; /* a counter; never reset */
-    int32_t num_entries, entry_capacity;
+    int32_t num_entries;
     layer_entry *entries;
     s1f_slab scratch;
     int64_t kv_bytes, grad_bytes, scratch_bytes;
@@ -71,25 +69,24 @@ s1f_status s1f_kv_cache_create(s1f_kv_cache **out)
     return S1F_OK;
 }
 
+static void free_table(slot_table *table)
+{
+    for (int32_t i = 0; i < table->count; i++) {
+        s1f_slab_free(&table->slots[i].k);
+        s1f_slab_free(&table->slots[i].v);
+        s1f_slab_free(&table->slots[i].docs);
+        free(table->slots[i].segments);
+    }
+    free(table->slots);
+}
+
 void s1f_kv_cache_free(s1f_kv_cache *cache)
 {
     if (cache == NULL)
         return;
     for (int32_t i = 0; i < cache->num_entries; i++) {
-        layer_entry *entry = &cache->entries[i];
-        for (int32_t j = 0; j < entry->num_slots; j++) {
-            s1f_slab_free(&entry->slots[j].k);
-            s1f_slab_free(&entry->slots[j].v);
-            s1f_slab_free(&entry->slots[j].docs);
-            free(entry->slots[j].written);
-        }
-        for (int32_t j = 0; j < entry->num_grads; j++) {
-            s1f_slab_free(&entry->grads[j].dk);
-            s1f_slab_free(&entry->grads[j].dv);
-            free(entry->grads[j].segments);
-        }
-        free(entry->slots);
-        free(entry->grads);
+        free_table(&cache->entries[i].kv);
+        free_table(&cache->entries[i].grads);
     }
     free(cache->entries);
     s1f_slab_free(&cache->scratch);
@@ -127,6 +124,20 @@ int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage,
 
 /* -- step and unit --------------------------------------------------------------------------------------------- */
 
+static void release_rows(const s1f_kv_cache *cache, const s1f_layer_shape *shape, const slot_table *table,
+                         const s1f_current_unit *unit, int32_t index, int64_t element_bytes, int is_tree)
+{
+    if (index < 0 || index >= table->count)
+        return;
+    const s1f_slab *slabs[] = {&table->slots[index].k, &table->slots[index].v};
+    int64_t strips = shape->batch * shape->kv_heads;
+    int64_t row_bytes[] = {shape->head_dim * element_bytes, shape->v_head_dim * element_bytes};
+    for (int32_t i = 0; i < 2; i++)
+        if (slabs[i]->bytes >= strips * cache->slots.num_rows * row_bytes[i]) /* else the layer has skipped the unit */
+            s1f_slab_release_rows(slabs[i], strips, cache->slots.num_rows * row_bytes[i], unit->row * row_bytes[i],
+                                  (unit->row + unit->length) * row_bytes[i], is_tree);
+}
+
 /* After B(m.s) nothing reads K, V, dK and dV of segment s any more. Nothing reads the rows behind it, either, but in a
  * tree, where other segments may lie there. */
 static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit, int is_tree)
@@ -136,23 +147,9 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
         const s1f_layer_shape *shape = &entry->shape;
         if (entry->stage != unit->unit.stage || entry->step != cache->step || shape->memory != NULL)
             continue;
-        int64_t strips = shape->batch * shape->kv_heads, end = unit->row + unit->length;
-        int64_t element = s1f_dtype_bytes(shape->dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
-        int64_t row_bytes[] = {shape->head_dim * element, shape->v_head_dim * element, shape->head_dim * sum,
-                               shape->v_head_dim * sum};
-        const s1f_slab *slabs[] = {NULL, NULL, NULL, NULL};
-        if (unit->kv_slot < entry->num_slots) {
-            slabs[0] = &entry->slots[unit->kv_slot].k;
-            slabs[1] = &entry->slots[unit->kv_slot].v;
-        }
-        if (unit->grad_slot >= 0 && unit->grad_slot < entry->num_grads) {
-            slabs[2] = &entry->grads[unit->grad_slot].dk;
-            slabs[3] = &entry->grads[unit->grad_slot].dv;
-        }
-        for (int32_t j = 0; j < 4; j++)
-            if (slabs[j] != NULL)
-                s1f_slab_release_rows(slabs[j], strips, cache->slots.num_rows * row_bytes[j], unit->row * row_bytes[j],
-                                      end * row_bytes[j], is_tree);
+        release_rows(cache, shape, &entry->kv, unit, unit->kv_slot, s1f_dtype_bytes(shape->dtype), is_tree);
+        release_rows(cache, shape, &entry->grads, unit, unit->grad_slot,
+                     s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype)), is_tree);
     }
 }
 
@@ -169,18 +166,16 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
     return unit->kv_slot < 0 ? S1F_OK : s1f_kv_slots_begin_unit(&cache->slots, unit); /* below 0: it uses no cache */
 }
 
-s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
+void s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
     if (unit->kv_slot < 0)
-        return S1F_OK;
-    int32_t is_tree = 0;
-    S1F_TRY(s1f_kv_slots_finish_unit(&cache->slots, unit, &is_tree));
+        return;
+    int32_t is_tree = s1f_kv_slots_finish_unit(&cache->slots, unit);
     if (cache->slots.num_rows < RELEASE_TOKENS)
-        return S1F_OK;
+        return;
     s1f_slab_release_rows(&cache->scratch, 1, cache->scratch.bytes, 0, cache->scratch.bytes, 0);
     if (s1f_goes_back(unit))
         release_segment(cache, unit, is_tree);
-    return S1F_OK;
 }
 
 /* -- layers ---------------------------------------------------------------------------------------------------- */
@@ -198,14 +193,12 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     *out = find_entry(cache, unit->unit.stage, layer);
     if (*out != NULL)
         return S1F_OK;
-    if (cache->num_entries == cache->entry_capacity) {
-        int32_t wanted = cache->entry_capacity > 0 ? 2 * cache->entry_capacity : 16;
-        void *entries = cache->entries;
-        S1F_TRY(grow_zeroed(&entries, &cache->entry_capacity, wanted, sizeof *cache->entries));
-        cache->entries = entries;
-    }
-    *out = &cache->entries[cache->num_entries++];
-    **out = (layer_entry){.stage = unit->unit.stage, .layer = layer};
+    void *entries = cache->entries;
+    S1F_TRY(grow_zeroed(&entries, &cache->num_entries, cache->num_entries + 1, sizeof *cache->entries));
+    cache->entries = entries;
+    *out = &cache->entries[cache->num_entries - 1];
+    (*out)->stage = unit->unit.stage;
+    (*out)->layer = layer;
     return S1F_OK;
 }
 
@@ -220,38 +213,41 @@ static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *s
     return count;
 }
 
+typedef struct {
+    char text[200];
+} shape_name;
+
+static shape_name name_of(const s1f_layer_shape *shape)
+{
+    shape_name name;
+    snprintf(name.text, sizeof name.text, "a batch of %lld, %lld kv heads of %lld, values of %lld, %s, %s document ids",
+             (long long)shape->batch, (long long)shape->kv_heads, (long long)shape->head_dim,
+             (long long)shape->v_head_dim, s1f_dtype_name(shape->dtype), shape->with_docs ? "with" : "without");
+    return name;
+}
+
 /* Fixes the layer's shape at its first use in a step, and compares with it afterwards. */
 static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, layer_entry *entry,
                             const s1f_layer_shape *shape)
 {
     if (shape->batch < 1 || shape->kv_heads < 1 || shape->head_dim < 1 || shape->v_head_dim < 1 ||
         element_count(cache, shape, shape->head_dim) == 0 || element_count(cache, shape, shape->v_head_dim) == 0)
-        return s1f_fail(S1F_ERR_ARG,
-                        "%s: layer %lld has a batch of %lld, %lld kv heads of %lld, values of %lld: not a size of a "
-                        "cache",
-                        s1f_name_of(unit).text, (long long)entry->layer, (long long)shape->batch,
-                        (long long)shape->kv_heads, (long long)shape->head_dim, (long long)shape->v_head_dim);
+        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld has %s: not a size of a cache", s1f_name_of(unit).text,
+                        (long long)entry->layer, name_of(shape).text);
     if (entry->step != cache->step) {
         entry->step = cache->step;
         entry->shape = *shape;
         return S1F_OK;
     }
     const s1f_layer_shape *fixed = &entry->shape;
-    if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim &&
-        fixed->v_head_dim == shape->v_head_dim && fixed->dtype == shape->dtype &&
-        fixed->with_docs == shape->with_docs && fixed->memory == shape->memory && fixed->device == shape->device)
-        return S1F_OK;
     if (fixed->memory != shape->memory || fixed->device != shape->device)
         return s1f_fail(S1F_ERR_ARG, "%s: layer %lld moved to another device within a step", s1f_name_of(unit).text,
                         (long long)entry->layer);
-    return s1f_fail(S1F_ERR_ARG,
-                    "%s: layer %lld changed within a step: batch %lld, %lld kv heads of %lld, values of %lld, %s, %s "
-                    "document ids; its first use had %lld, %lld of %lld, %lld, %s, %s",
-                    s1f_name_of(unit).text, (long long)entry->layer, (long long)shape->batch,
-                    (long long)shape->kv_heads, (long long)shape->head_dim, (long long)shape->v_head_dim,
-                    s1f_dtype_name(shape->dtype), shape->with_docs ? "with" : "without", (long long)fixed->batch,
-                    (long long)fixed->kv_heads, (long long)fixed->head_dim, (long long)fixed->v_head_dim,
-                    s1f_dtype_name(fixed->dtype), fixed->with_docs ? "with" : "without");
+    if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim &&
+        fixed->v_head_dim == shape->v_head_dim && fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_ARG, "%s: layer %lld changed within a step: it has %s; its first use had %s",
+                    s1f_name_of(unit).text, (long long)entry->layer, name_of(shape).text, name_of(fixed).text);
 }
 
 /* In the memory that the layer's shape names. */
@@ -260,45 +256,22 @@ static s1f_status reserve(const layer_entry *entry, s1f_slab *slab, int64_t byte
     return s1f_slab_reserve(slab, bytes, entry->shape.memory, entry->shape.device, total);
 }
 
-/* k and v, or dk and dv, of such elements. */
-static s1f_status reserve_pair(const s1f_kv_cache *cache, const layer_entry *entry, s1f_slab *k, s1f_slab *v,
-                               int32_t dtype, int64_t *total)
+/* A slot of a layer's table, for elements of this type. */
+static s1f_status reserve_slot(s1f_kv_cache *cache, const layer_entry *entry, slot_table *table, int32_t index,
+                               int32_t dtype, int64_t *total, layer_slot **out)
 {
-    const s1f_layer_shape *shape = &entry->shape;
-    int64_t bytes = s1f_dtype_bytes(dtype);
-    S1F_TRY(reserve(entry, k, element_count(cache, shape, shape->head_dim) * bytes, total));
-    return reserve(entry, v, element_count(cache, shape, shape->v_head_dim) * bytes, total);
-}
-
-static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_slot **out)
-{
-    void *slots = entry->slots;
-    S1F_TRY(grow_zeroed(&slots, &entry->num_slots, index + 1, sizeof *entry->slots));
-    entry->slots = slots;
-    layer_slot *slot = &entry->slots[index];
-    void *written = slot->written;
-    s1f_status status = grow_zeroed(&written, &slot->num_segments, cache->slots.num_segments, sizeof *slot->written);
-    slot->written = written;
-    S1F_TRY(status);
-    S1F_TRY(reserve_pair(cache, entry, &slot->k, &slot->v, entry->shape.dtype, &cache->kv_bytes));
-    *out = slot;
-    int64_t doc_bytes = entry->shape.batch * cache->slots.num_rows * (int64_t)sizeof(int32_t);
-    return entry->shape.with_docs ? reserve(entry, &slot->docs, doc_bytes, &cache->kv_bytes) : S1F_OK;
-}
-
-static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_grads **out)
-{
-    void *grads = entry->grads;
-    S1F_TRY(grow_zeroed(&grads, &entry->num_grads, index + 1, sizeof *entry->grads));
-    entry->grads = grads;
-    layer_grads *slot = &entry->grads[index];
+    void *slots = table->slots;
+    S1F_TRY(grow_zeroed(&slots, &table->count, index + 1, sizeof *table->slots));
+    table->slots = slots;
+    layer_slot *slot = *out = &table->slots[index];
     void *segments = slot->segments;
     s1f_status status = grow_zeroed(&segments, &slot->num_segments, cache->slots.num_segments, sizeof *slot->segments);
     slot->segments = segments;
     S1F_TRY(status);
-    *out = slot;
-    return reserve_pair(cache, entry, &(*out)->dk, &(*out)->dv, s1f_dtype_of_sums(entry->shape.dtype),
-                        &cache->grad_bytes);
+    const s1f_layer_shape *shape = &entry->shape;
+    int64_t bytes = s1f_dtype_bytes(dtype);
+    S1F_TRY(reserve(entry, &slot->k, element_count(cache, shape, shape->head_dim) * bytes, total));
+    return reserve(entry, &slot->v, element_count(cache, shape, shape->v_head_dim) * bytes, total);
 }
 
 /* The segments of a path, from `last` (-1: none) back to the first, must have been written by the micro-batch that
@@ -308,7 +281,7 @@ static s1f_status check_written(const s1f_current_unit *unit, const layer_entry 
 {
     int32_t missing = -1;
     for (int32_t s = last; s >= 0; s = state->segments[s].parent)
-        if (s >= slot->num_segments || slot->written[s] != state->segments[s].serial)
+        if (s >= slot->num_segments || slot->segments[s].written != state->segments[s].serial)
             missing = s;
     if (missing < 0)
         return S1F_OK;
@@ -319,17 +292,17 @@ static s1f_status check_written(const s1f_current_unit *unit, const layer_entry 
 }
 
 /* The unit's contribution to the rows of its path: how many keys of it hold gradients already. Behind it all do. */
-static int64_t contribute(layer_grads *grads, const s1f_slot_state *state, int32_t segment)
+static int64_t contribute(layer_slot *grads, const s1f_slot_state *state, int32_t segment)
 {
     int64_t kept = 0;
     grads->segments[segment].contributed = state->segments[segment].serial;
     for (int32_t s = segment; s >= 0; s = state->segments[s].parent) {
         const s1f_segment_state *of_path = &state->segments[s];
-        if (grads->segments[s].stored == of_path->serial) { /* then those before it are stored, too */
+        if (grads->segments[s].written == of_path->serial) { /* then those before it are stored, too */
             kept = of_path->offset + of_path->length;
             break;
         }
-        grads->segments[s].stored = of_path->serial;
+        grads->segments[s].written = of_path->serial;
     }
     return kept;
 }
@@ -349,15 +322,18 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
     S1F_TRY(s1f_kv_slots_running(&cache->slots, unit, &state));
     S1F_TRY(find_or_add_entry(cache, unit, layer, &entry));
     S1F_TRY(fix_shape(cache, unit, entry, shape));
-    S1F_TRY(reserve_slot(cache, entry, unit->kv_slot, &slot));
+    S1F_TRY(reserve_slot(cache, entry, &entry->kv, unit->kv_slot, shape->dtype, &cache->kv_bytes, &slot));
+    if (shape->with_docs)
+        S1F_TRY(reserve(entry, &slot->docs, shape->batch * cache->slots.num_rows * (int64_t)sizeof(int32_t),
+                        &cache->kv_bytes));
     S1F_TRY(check_written(unit, entry, slot, state, s1f_is_forward(unit) ? unit->parent : unit->unit.segment));
     int32_t s = unit->unit.segment;
-    if (s1f_is_forward(unit) && slot->written[s] == state->segments[s].serial)
+    if (s1f_is_forward(unit) && slot->segments[s].written == state->segments[s].serial)
         return s1f_fail(S1F_ERR_STATE,
                         "%s: layer %lld is used twice in one forward, its second use would overwrite the keys and "
                         "values of micro-batch %d, segment %d; give each use its own layer_handle(index)",
                         s1f_name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
-    slot->written[s] = state->segments[s].serial;
+    slot->segments[s].written = state->segments[s].serial;
     *rows = rows_of(cache, entry, slot, !s1f_is_forward(unit));
     return S1F_OK;
 }
@@ -371,22 +347,23 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     s1f_slot_state *state = NULL;
     S1F_TRY(s1f_kv_slots_running(&cache->slots, unit, &state));
     layer_entry *entry = find_entry(cache, unit->unit.stage, layer);
-    if (entry == NULL || entry->step != cache->step || entry->num_slots <= unit->kv_slot)
+    if (entry == NULL || entry->step != cache->step || entry->kv.count <= unit->kv_slot)
         return s1f_fail(S1F_ERR_STATE,
                         "%s: backward of layer %lld, which was not used in the forward of micro-batch %d",
                         s1f_name_of(unit).text, (long long)layer, (int)unit->unit.microbatch);
-    const layer_slot *slot = &entry->slots[unit->kv_slot];
-    layer_grads *contribution = NULL;
+    const layer_slot *slot = &entry->kv.slots[unit->kv_slot];
+    layer_slot *sums = NULL;
     int32_t s = unit->unit.segment;
     S1F_TRY(check_written(unit, entry, slot, state, s));
-    S1F_TRY(reserve_grads(cache, entry, unit->grad_slot, &contribution));
-    if (contribution->segments[s].contributed == state->segments[s].serial)
+    S1F_TRY(reserve_slot(cache, entry, &entry->grads, unit->grad_slot, s1f_dtype_of_sums(entry->shape.dtype),
+                         &cache->grad_bytes, &sums));
+    if (sums->segments[s].contributed == state->segments[s].serial)
         return s1f_fail(
             S1F_ERR_STATE,
             "%s: second backward of layer %lld, micro-batch %d, segment %d: its gradients were added already",
             s1f_name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
     *shape = entry->shape;
     *rows = rows_of(cache, entry, slot, 1);
-    *grads = (s1f_kv_grads){contribution->dk.data, contribution->dv.data, contribute(contribution, state, s)};
+    *grads = (s1f_kv_grads){sums->k.data, sums->v.data, contribute(sums, state, s)};
     return S1F_OK;
 }

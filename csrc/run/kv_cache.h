@@ -62,7 +62,7 @@ s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *s
  * I (the gradient of the input) counts as B; R reads what its F has written; W touches nothing. A unit that failed is
  * not finished: it may begin again. */
 s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
-s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
+void s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
 
 /* Called by ops. write: rows of the unit's segment may be written, those of its path then read. In F the same
  * layer twice is S1F_ERR_STATE (its rows would be overwritten); in R and B (recomputation) its rows are written. */

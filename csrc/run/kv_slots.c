@@ -8,12 +8,11 @@ void s1f_kv_slots_free(s1f_kv_slots *slots)
     s1f_pool_free(&slots->pool);
     slots->pool = (s1f_pool){0};
     slots->stages = NULL;
-    slots->num_stages = 0;
 }
 
 static void make_stage(s1f_pool *pool, const s1f_stage_slots *wanted, int32_t num_segments, s1f_stage_state *stage)
 {
-    *stage = (s1f_stage_state){wanted->stage, wanted->kv_slots, wanted->grad_slots, NULL, NULL};
+    stage->stage = wanted->stage;
     stage->slots = s1f_pool_take(pool, (size_t)wanted->kv_slots, sizeof *stage->slots);
     stage->grad_states = s1f_pool_take(pool, (size_t)wanted->grad_slots, sizeof *stage->grad_states);
     for (int32_t j = 0; !pool->is_short && j < wanted->kv_slots; j++) {
@@ -33,7 +32,6 @@ s1f_status s1f_kv_slots_begin_step(s1f_kv_slots *slots, const s1f_stage_slots *s
         s1f_kv_slots_free(slots);
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the KV cache slots of %d stages", (int)num_stages);
     }
-    slots->num_stages = num_stages;
     slots->num_rows = num_rows;
     slots->num_segments = num_segments;
     return S1F_OK;
@@ -46,43 +44,22 @@ s1f_unit_name s1f_name_of(const s1f_current_unit *unit)
     return name;
 }
 
-static s1f_stage_state *find_stage(s1f_kv_slots *slots, int32_t stage)
-{
-    for (int32_t i = 0; i < slots->num_stages; i++)
-        if (slots->stages[i].stage == stage)
-            return &slots->stages[i];
-    return NULL;
-}
-
 static int holds(const s1f_slot_state *slot, const s1f_current_unit *unit)
 {
     return slot->live && slot->microbatch == unit->unit.microbatch;
 }
 
-/* The slots a unit names, after checking that the unit fits the step; *grads is NULL in F and R. */
-static s1f_status find_slots(s1f_kv_slots *slots, const s1f_current_unit *unit, s1f_slot_state **out,
-                             s1f_grad_slot_state **grads)
+/* The slot that a unit of the program names; *grads is NULL in F and R. */
+static s1f_slot_state *find_slot(s1f_kv_slots *slots, const s1f_current_unit *unit, s1f_grad_slot_state **grads)
 {
-    const s1f_stage_state *stage = find_stage(slots, unit->unit.stage);
-    if (stage == NULL)
-        return s1f_fail(S1F_ERR_ARG, "%s: the step has no stage %d", s1f_name_of(unit).text, (int)unit->unit.stage);
-    if (unit->kv_slot < 0 || unit->kv_slot >= stage->kv_slots)
-        return s1f_fail(S1F_ERR_ARG, "%s: KV slot is %d, stage %d has %d", s1f_name_of(unit).text, (int)unit->kv_slot,
-                        (int)stage->stage, (int)stage->kv_slots);
-    if (s1f_goes_back(unit) && (unit->grad_slot < 0 || unit->grad_slot >= stage->grad_slots))
-        return s1f_fail(S1F_ERR_ARG, "%s: gradient slot is %d, stage %d has %d", s1f_name_of(unit).text,
-                        (int)unit->grad_slot, (int)stage->stage, (int)stage->grad_slots);
-    if (unit->unit.segment < 0 || unit->unit.segment >= slots->num_segments)
-        return s1f_fail(S1F_ERR_ARG, "%s: the step has %d segments", s1f_name_of(unit).text, (int)slots->num_segments);
-    if (unit->row < 0 || unit->length > slots->num_rows - unit->row)
-        return s1f_fail(S1F_ERR_ARG, "%s: rows [%lld, %lld) do not lie in a slab of %lld", s1f_name_of(unit).text,
-                        (long long)unit->row, (long long)(unit->row + unit->length), (long long)slots->num_rows);
-    *out = &stage->slots[unit->kv_slot];
+    s1f_stage_state *stage = slots->stages;
+    while (stage->stage != unit->unit.stage)
+        stage++;
     *grads = s1f_goes_back(unit) ? &stage->grad_states[unit->grad_slot] : NULL;
-    return S1F_OK;
+    return &stage->slots[unit->kv_slot];
 }
 
-/* The parent of a unit has run forward, and ends where the unit begins. */
+/* The parent of a unit has run forward, and not back. */
 static s1f_status check_parent(const s1f_current_unit *unit, const s1f_slot_state *slot)
 {
     int32_t s = unit->unit.segment, parent = unit->parent;
@@ -94,10 +71,6 @@ static s1f_status check_parent(const s1f_current_unit *unit, const s1f_slot_stat
     if (parent >= 0 && slot->segments[parent].is_back)
         return s1f_fail(S1F_ERR_STATE, "%s: forward of segment %d after the backward of segment %d, which it follows",
                         s1f_name_of(unit).text, (int)s, (int)parent);
-    int64_t expected = parent < 0 ? 0 : slot->segments[parent].offset + slot->segments[parent].length;
-    if (unit->offset != expected)
-        return s1f_fail(S1F_ERR_ARG, "%s: segment starts at token %lld, the one before it ends at %lld",
-                        s1f_name_of(unit).text, (long long)unit->offset, (long long)expected);
     return S1F_OK;
 }
 
@@ -119,24 +92,9 @@ static s1f_status begin_forward(s1f_kv_slots *slots, const s1f_current_unit *uni
     slot->segments[s] = (s1f_segment_state){.serial = ++slots->serial,
                                             .offset = unit->offset,
                                             .length = unit->length,
-                                            .row = unit->row,
                                             .parent = unit->parent,
                                             .num_children = unit->num_children};
     return S1F_OK;
-}
-
-/* A unit after its F is of the same tokens. */
-static s1f_status check_tokens(const s1f_current_unit *unit, const s1f_segment_state *segment)
-{
-    if (unit->offset == segment->offset && unit->length == segment->length && unit->row == segment->row &&
-        unit->parent == segment->parent)
-        return S1F_OK;
-    return s1f_fail(S1F_ERR_ARG,
-                    "%s: tokens [%lld, %lld) in row %lld behind segment %d, its forward had [%lld, %lld) in row %lld "
-                    "behind segment %d",
-                    s1f_name_of(unit).text, (long long)unit->offset, (long long)(unit->offset + unit->length),
-                    (long long)unit->row, (int)unit->parent, (long long)segment->offset,
-                    (long long)(segment->offset + segment->length), (long long)segment->row, (int)segment->parent);
 }
 
 /* Between F and B of its segment. */
@@ -148,10 +106,10 @@ static int may_recompute(const s1f_slot_state *slot, int32_t segment)
 static s1f_status begin_recomputation(const s1f_current_unit *unit, const s1f_slot_state *slot)
 {
     int32_t s = unit->unit.segment;
-    if (!may_recompute(slot, s))
-        return s1f_fail(S1F_ERR_STATE, "%s: segment %d is recomputed %s", s1f_name_of(unit).text, (int)s,
-                        slot->segments[s].is_forward ? "after its backward" : "before its forward");
-    return check_tokens(unit, &slot->segments[s]);
+    if (may_recompute(slot, s))
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_STATE, "%s: segment %d is recomputed %s", s1f_name_of(unit).text, (int)s,
+                    slot->segments[s].is_forward ? "after its backward" : "before its forward");
 }
 
 /* The segment's F is done, and so are the backwards of its children. */
@@ -181,7 +139,6 @@ static s1f_status begin_backward(const s1f_current_unit *unit, s1f_slot_state *s
     int32_t s = unit->unit.segment;
     if (!may_go_back(slot, s))
         return refuse_backward(unit, slot);
-    S1F_TRY(check_tokens(unit, &slot->segments[s]));
     if (grads->tag != 0 && grads->tag != slot->tag)
         return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", s1f_name_of(unit).text,
                         (int)unit->grad_slot, (int)grads->microbatch);
@@ -194,9 +151,8 @@ static s1f_status begin_backward(const s1f_current_unit *unit, s1f_slot_state *s
 
 s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *unit)
 {
-    s1f_slot_state *slot = NULL;
-    s1f_grad_slot_state *grads = NULL;
-    S1F_TRY(find_slots(slots, unit, &slot, &grads));
+    s1f_grad_slot_state *grads;
+    s1f_slot_state *slot = find_slot(slots, unit, &grads);
     if (!(s1f_is_forward(unit) && unit->unit.segment == 0) && !holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", s1f_name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
@@ -205,12 +161,10 @@ s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *
                                  : begin_recomputation(unit, slot);
 }
 
-s1f_status s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit, int32_t *is_tree)
+int32_t s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit)
 {
-    s1f_slot_state *slot = NULL;
-    s1f_grad_slot_state *grads = NULL;
-    S1F_TRY(find_slots(slots, unit, &slot, &grads));
-    *is_tree = slot->is_tree;
+    s1f_grad_slot_state *grads;
+    s1f_slot_state *slot = find_slot(slots, unit, &grads);
     s1f_segment_state *segment = &slot->segments[unit->unit.segment];
     if (s1f_is_forward(unit)) {
         segment->is_forward = 1;
@@ -225,14 +179,16 @@ s1f_status s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit 
         if (!slot->live)
             *grads = (s1f_grad_slot_state){0, 0};
     }
-    return S1F_OK;
+    return slot->is_tree;
 }
 
 s1f_status s1f_kv_slots_running(s1f_kv_slots *slots, const s1f_current_unit *unit, s1f_slot_state **out)
 {
-    s1f_grad_slot_state *grads = NULL;
-    S1F_TRY(find_slots(slots, unit, out, &grads));
-    const s1f_slot_state *state = *out;
+    if (unit->kv_slot < 0)
+        return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has no keys and values",
+                        s1f_name_of(unit).text);
+    s1f_grad_slot_state *grads;
+    const s1f_slot_state *state = *out = find_slot(slots, unit, &grads);
     int32_t s = unit->unit.segment;
     int begun = s1f_is_forward(unit)  ? state->segments[s].serial != 0 && !state->segments[s].is_forward
                 : s1f_goes_back(unit) ? may_go_back(state, s)

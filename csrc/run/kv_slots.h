@@ -13,7 +13,7 @@ typedef struct {
 
 typedef struct {
     int64_t serial; /* of the latest F, 0: none; see "States" in kv_cache.h */
-    int64_t offset, length, row;
+    int64_t offset, length;
     int32_t parent, num_children, num_children_back; /* the last: children whose backward is done */
     int32_t is_forward, is_back;                     /* whether F, and the backward, are done */
 } s1f_segment_state;
@@ -33,7 +33,7 @@ typedef struct {
 } s1f_grad_slot_state;
 
 typedef struct {
-    int32_t stage, kv_slots, grad_slots;
+    int32_t stage;
     s1f_slot_state *slots;            /* [kv_slots] */
     s1f_grad_slot_state *grad_states; /* [grad_slots] */
 } s1f_stage_state;
@@ -43,15 +43,15 @@ typedef struct {          /* zeros: before the first step */
     int64_t num_rows;     /* rows of a slab for each head */
     int64_t serial;       /* a counter; never reset, so no tag of the past is met again */
     int32_t num_segments; /* segments of the longest micro-batch of the step */
-    int32_t num_stages;
     s1f_stage_state *stages;
 } s1f_kv_slots;
 
-/* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. *is_tree: as in s1f_slot_state. */
+/* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. The last returns is_tree of s1f_slot_state. The program and
+ * the step's layout give a unit its slots, segment and rows, which are not looked at. */
 s1f_status s1f_kv_slots_begin_step(s1f_kv_slots *slots, const s1f_stage_slots *stages, int32_t num_stages,
                                    int64_t num_rows, int32_t num_segments);
 s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *unit);
-s1f_status s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit, int32_t *is_tree);
+int32_t s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit);
 void s1f_kv_slots_free(s1f_kv_slots *slots); /* its arrays */
 /* The state of the slot during the unit; the unit must have begun. */
 s1f_status s1f_kv_slots_running(s1f_kv_slots *slots, const s1f_current_unit *unit, s1f_slot_state **out);

@@ -141,26 +141,6 @@ def test_a_segment_of_another_length() -> None:
         causal_attention(*qkv(), layer=0)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"offset": 1}, "segment starts at token 1, the one before it ends at 0"),
-        ({"length": 7}, r"rows \[0, 7\) do not lie in a slab of 6"),
-        ({"slot": 1}, "KV slot is 1, stage 0 has 1"),
-        ({"stage": 4}, "the step has no stage 4"),
-        ({"segment": 3}, "the step has 3 segments"),
-    ],
-)
-def test_a_unit_that_does_not_fit_the_step(change: dict[str, int], message: str) -> None:
-    unit = {"stage": 0, "segment": 0, "slot": 0, "offset": 0, "length": 3, **change}
-    step = SimulatedStep(SIZES)
-    with pytest.raises(ValueError, match=message):
-        core.current_unit_set(
-            step.cache, 0, unit["stage"], 0, unit["segment"], len(SIZES), unit["slot"], -1, True, unit["offset"],
-            unit["length"], TOKENS, "thread",
-        )  # fmt: skip
-
-
 # -- in order ------------------------------------------------------------------------------------------------------
 
 

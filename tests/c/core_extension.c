@@ -249,10 +249,11 @@ static PyObject *current_unit_clear(PyObject *Py_UNUSED(module), PyObject *argum
     held_unit *held = unit_of_scope(scope);
     if (held == NULL || held->cache == NULL)
         return held == NULL ? NULL : Py_NewRef(Py_None);
-    s1f_status status = finished ? core->s1f_kv_cache_finish_unit(held->unit.cache, &held->unit) : S1F_OK;
+    if (finished)
+        core->s1f_kv_cache_finish_unit(held->unit.cache, &held->unit);
     (void)make_current(held, NULL);
     Py_CLEAR(held->cache);
-    return none(status);
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *arguments)
