@@ -72,8 +72,7 @@ def connect(
             raise first from error
         raise
     finally:
-        if not isinstance(group, StoreRank):
-            meeting.close()
+        meeting.close()
 
 
 def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
@@ -144,6 +143,7 @@ def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGr
 
 # -- connections within a host ----------------------------------------------------------------------------------------
 
+_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message comes whole
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # the greeted rank's token, the greeter's rank
 
@@ -153,15 +153,12 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def receive_all(connection: socket.socket, size: int) -> bytes:
-    """Returns ``size`` bytes. Raises OSError if fewer bytes come."""
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("the peer closed the connection")
-        data += part
-    return data
+def _hello(connection: socket.socket) -> tuple[bytes, int]:
+    """Returns the token and the rank of a greeting. Raises OSError for anything else."""
+    if len(data := connection.recv(_HELLO.size)) != _HELLO.size:
+        raise ConnectionError("the peer closed the connection")
+    token, rank = _HELLO.unpack(data)
+    return token, rank
 
 
 class Handshake:
@@ -176,7 +173,7 @@ class Handshake:
         self.rank, self.timeout_s = rank, timeout_s
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.name = f"\0seq1f1b-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(*_KIND)
         self._listener.bind(self.name)
         self._listener.listen(1024)  # ranks may dial before the first accept()
         self._listener.settimeout(timeout_s)
@@ -210,7 +207,7 @@ class Handshake:
                 if peer > self.rank:
                     self._met[peer].sendall(_HELLO.pack(tokens[peer], self.rank))
                     continue
-                token, answered_by = _HELLO.unpack(receive_all(self._met[peer], _HELLO.size))
+                token, answered_by = _hello(self._met[peer])
             except OSError as error:
                 raise ConnectionError(f"rank {peer} did not answer: {error}") from error
             if not hmac.compare_digest(token, self.token) or answered_by != peer:
@@ -224,7 +221,7 @@ class Handshake:
             each.close()
 
     def _dial(self, name: str) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(*_KIND)
         try:
             connection.settimeout(self.timeout_s)
             connection.connect(name)
@@ -241,7 +238,7 @@ class Handshake:
             return None
         connection.settimeout(5.0)
         try:
-            token, rank = _HELLO.unpack(receive_all(connection, _HELLO.size))
+            token, rank = _hello(connection)
         except OSError:
             return None
         connection.settimeout(self.timeout_s)

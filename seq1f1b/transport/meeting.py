@@ -50,14 +50,18 @@ class SharedStore:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._store: Any = PrefixStore(prefix, store)
+        self._base, self._store = store, PrefixStore(prefix, store)
         self.prefix = prefix
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
+
+    def part(self, name: str) -> SharedStore:
+        """Returns a part of this part."""
+        return SharedStore(self._base, f"{self.prefix}/{name}")
 
     @property
     def place(self) -> str:
         """Returns the address of the store as the end of a text; "" for a file."""
-        base = self._store
+        base = self._base
         while hasattr(base, "underlying_store"):
             base = base.underlying_store
         return f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
@@ -103,19 +107,8 @@ class SharedStore:
         return plain
 
 
-class _ProcessState:
-    """State of the process for a process group.
-
-    Attributes:
-        kept: messages under way. gone: the first rank gone before the set-up, and the reason.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-        self.gone: tuple[int, str] | None = None
-
-
-_known: weakref.WeakKeyDictionary[Any, _ProcessState] = weakref.WeakKeyDictionary()
+# By process group: a peer, the data of a message to or from the peer, and the message under way or the error's text.
+_first_messages: weakref.WeakKeyDictionary[Any, list[tuple[int, Any, Any]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _last_attempt = 0  # in any group of this process: a new group over an old store may have the name of an earlier group
 
@@ -137,8 +130,6 @@ class Meeting:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.store = SharedStore(process_group.get_group_store(), f"seq1f1b/{process_group.group_name}")
-        with _lock:
-            self._known = _known.setdefault(process_group, _ProcessState())
         self.attempt = self._round = 0
         self._arrival_s = self._timeout_s = _ANSWER
         self._is_over = False  # whether all ranks hear of the end, or no rank can be told
@@ -160,8 +151,7 @@ class Meeting:
         gone = self._find_gone()
         self.ask(self._come)
         if gone is not None:
-            lost = error_of(*gone)
-            raise self.fail(lost) or lost
+            raise self.fail(gone) or gone
         self.ask(self._check_failure)  # raises if the ranks have left this attempt by an error
 
     def gather(self, value: Any) -> list[Any]:
@@ -265,25 +255,24 @@ class Meeting:
         turn = self._round if turn is None else turn
         return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
 
-    def _find_gone(self) -> tuple[int, str] | None:
-        """Returns the first rank gone before the set-up, with the reason; later ranks may have left as a result.
+    def _find_gone(self) -> _C.PipelineError | None:
+        """Returns an error for the first rank gone before the set-up; later ranks may have left as a result.
 
         The store does not know dead ranks, so rank 0 begins to send each rank a message of the group, once. No rank
         waits for a message: a thread inside gloo's wait at the interpreter's end would end the process (torch 2.13).
         """
-        known = self._known
         with _lock, uninterrupted():
-            peers = range(0) if known.kept else range(1, self.size) if self.rank == 0 else [0]
+            begun = _first_messages.setdefault(self.process_group, [])
+            peers = range(0) if begun else range(1, self.size) if self.rank == 0 else [0]
             data = torch.zeros(1, device="cpu")
             for peer in peers:
                 begin, end = (dist.isend, "group_dst") if self.rank == 0 else (dist.irecv, "group_src")
                 try:
-                    known.kept += [data, begin(data, group=self.process_group, tag=_TAG, **{end: peer})]
+                    begun.append((peer, data, begin(data, group=self.process_group, tag=_TAG, **{end: peer})))
                 except RuntimeError as error:
-                    why = f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}"
-                    known.kept.append(why)
-                    known.gone = known.gone or (peer, why)
-        return known.gone
+                    begun.append((peer, data, first_line(error)))
+        gone = ((peer, why) for peer, _, why in begun if isinstance(why, str))
+        return next((error_of(peer, f"rank {peer} is gone (the pipeline's set-up): {why}") for peer, why in gone), None)
 
     def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
         """Ends the attempt in the name of the missing ranks. Returns the error, or an earlier failure."""

@@ -62,7 +62,7 @@ class C10dRelay:
         self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._beginner = beginner
-        self._waiter = Worker(f"seq1f1b {text}", self._lose)
+        self._waiter = Worker(f"seq1f1b {text}", failed=self._lose)
         self._lock = threading.Lock()  # between the two threads; no other thread uses the attributes below
         self._step, self._known, self._most_payload = 0, self._EVALUATING, 0
         self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by part: room of a place, sizes by message

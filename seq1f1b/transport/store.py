@@ -44,7 +44,7 @@ class StoreRank(ProcessRank):
     memory if its two processes could meet, and the process group otherwise.
 
     Args:
-        meeting: provides the store and the store's worker, closed with the rank.
+        meeting: provides the store.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StoreRank(ProcessRank):
         rank, size = meeting.rank, meeting.size
         block = private_mapping(_C.group_block_bytes(size))
         super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
-        self._worker, self._store = meeting.worker, meeting.store
+        self._store = meeting.store.part(f"{self._generation}")
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # shared by the relays
         self._lifelines: dict[int, Lifeline] = {}
@@ -75,8 +75,8 @@ class StoreRank(ProcessRank):
         self._hang_ups = select.poll()
         for connection in self._connections.values():
             self._hang_ups.register(connection, select.POLLRDHUP)
+        self._worker = Worker(f"seq1f1b the launcher's store{self._store.place}", self._watch, _WATCH_PERIOD)
         self._ask(self._publish_progress)
-        self._worker.watch(self._watch, _WATCH_PERIOD)
 
     # -- in the watcher's thread
 
@@ -102,18 +102,15 @@ class StoreRank(ProcessRank):
             self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
             self.fail(self._lost)
 
-    def _key(self, name: str) -> str:
-        return f"{self._generation}/{name}"
-
     def _publish_progress(self) -> None:
         what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
         value = what, age, waiting_for, self._begun[self.rank], tuple(self._passed)
-        self._store.set(self._key(f"progress/{self.rank}"), pack(value))
+        self._store.set(f"progress/{self.rank}", pack(value))
 
     def _read_progress(self) -> dict[int, bytes]:
         """Returns the peers' published values by rank; empty until all peers have published one."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
+        found = self._store.get_all([f"progress/{rank}" for rank in others])
         return dict(zip(others, found or (), strict=False))
 
     def _find_closed(self) -> set[int]:
@@ -124,7 +121,7 @@ class StoreRank(ProcessRank):
 
         The failure's step becomes the earliest step in which any rank failed.
         """
-        key = self._key(f"failure/{self.epoch}")
+        key = f"failure/{self.epoch}"
         failure = _C.group_failure(self.group)
         if failure is not None:
             *first, step = unpack(self._store.swap(key, b"", pack(failure)))
@@ -162,7 +159,7 @@ class StoreRank(ProcessRank):
                 self._exchange_failure()
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
-            self._store.swap(self._key("lost"), b"", self._lost.encode())
+            self._store.swap("lost", b"", self._lost.encode())
 
     def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
         """Records a connection's end, from any thread. ``edge`` had a message under way; None: perhaps a close."""
@@ -212,13 +209,14 @@ class StoreRank(ProcessRank):
 
     def _leave(self) -> Failure:
         failure = super()._leave()
-        self._tell(lambda: self._pass(failure))
+        self._tell(failure)
         return failure
 
-    def _tell(self, more: Callable[[], None] = lambda: None) -> None:
+    def _tell(self, left: Failure | None = None) -> None:
         def tell() -> None:
             self._exchange_failure()
-            more()
+            if left is not None:
+                self._pass(left)
 
         with contextlib.suppress(RuntimeError):  # the store itself may have failed
             self._ask(tell, 5.0, recovering=True)
@@ -259,13 +257,13 @@ class StoreRank(ProcessRank):
     def _drain_with_neighbours(self, limit_s: float) -> None:
         """Completes a failed step's messages in flight, together with closing neighbours."""
         data = self._pack_started()
-        self._ask(lambda: self._store.set(self._key(f"in flight/{self.rank}"), data), limit_s, recovering=True)
+        self._ask(lambda: self._store.set(f"in flight/{self.rank}", data), limit_s, recovering=True)
         deadline = time.monotonic() + limit_s
         peers = {relay.peer for relay in self._relays.values()}
 
         def look() -> list[tuple[int, bytes]]:
             closed = self._find_closed()  # first: a closed rank has published its messages in flight before
-            told = {peer: self._store.get(self._key(f"in flight/{peer}")) for peer in peers}
+            told = {peer: self._store.get(f"in flight/{peer}") for peer in peers}
             return [(peer, theirs or pack({})) for peer, theirs in told.items() if theirs or peer in closed]
 
         while (peers := peers - self._gone) and (left_s := deadline - time.monotonic()) > 0:
@@ -282,7 +280,7 @@ class StoreRank(ProcessRank):
         store, keys, start = self._store, self._gather_keys(self._round), time.monotonic()
 
         def look() -> tuple[list[bytes] | None, Failure | None]:
-            if recovering and self._lost is None and (lost := store.get(self._key("lost"))) is not None:
+            if recovering and self._lost is None and (lost := store.get("lost")) is not None:
                 self._lost = lost.decode()
             values = store.get_all(keys)
             return values, self._look_passed() if recovering and values is None else None
@@ -326,11 +324,11 @@ class StoreRank(ProcessRank):
             raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
 
     def _gather_keys(self, turn: int) -> list[str]:
-        return [self._key(f"gather/{self.epoch}/{turn}/{rank}") for rank in range(self.size)]
+        return [f"gather/{self.epoch}/{turn}/{rank}" for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
         """Deletes the gathers of the last round: no rank could delete them before."""
-        for key in (self._key("begins"), *(self._gather_keys(self._round - 1) if self._round else ())):
+        for key in ("begins", *(self._gather_keys(self._round - 1) if self._round else ())):
             self._store.delete(key)
 
     def transport_to(self, peer_rank: int) -> str:
@@ -346,7 +344,9 @@ class StoreRank(ProcessRank):
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self.process_group, peer_rank, tag, broken)
         tag = first_tag + _tag_of(edge)
-        self._beginner = self._beginner or Worker("seq1f1b transfers", lambda error: self.fail(first_line(error)))
+        self._beginner = self._beginner or Worker(
+            "seq1f1b transfers", failed=lambda error: self.fail(first_line(error))
+        )
         relay = C10dRelay(self, self.process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
         self._relays[edge] = relay
         return relay.end
@@ -366,7 +366,7 @@ class StoreRank(ProcessRank):
         The first wish counts. A rank that begins waits for its neighbours' farewells; only a farewell ends this wait.
         """
         if self._begins is None:
-            found = self._ask(lambda: self._store.swap(self._key("begins"), b"", wish.encode()), recovering=True)
+            found = self._ask(lambda: self._store.swap("begins", b"", wish.encode()), recovering=True)
             self._begins = found == b"yes"
         return self._begins
 

@@ -32,13 +32,23 @@ class Worker:
     Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) never comes in the middle of a task.
 
     Args:
-        failed: called in the thread with a task's error.
+        turn: called at once, and after each ``period`` in seconds, until it raises. No period: never.
+        failed: called in the thread with an error of a task or a turn.
     """
 
-    def __init__(self, name: str, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], None] = lambda: None,
+        period: float = math.inf,
+        *,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self._failed = failed
-        self._turn, self._period, self._turn_at = _nothing, math.inf, math.inf
+        self._turn, self._period, self._turn_at = turn, period, math.inf
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if period < math.inf:
+            self._tasks.put((None, queue.SimpleQueue()))
         weakref.finalize(self, self._tasks.put, None).atexit = False  # a group that closes at exit needs it
         self._thread = threading.Thread(target=_run, args=(self._tasks, weakref.ref(self)), name=name, daemon=True)
         self._thread.start()
@@ -79,11 +89,6 @@ class Worker:
                 name = self._thread.name.removeprefix("seq1f1b ")
                 raise TimeoutError(f"{name} was asked {limit_s:.0f} s ago and does not answer")
 
-    def watch(self, turn: Callable[[], None], period: float) -> None:
-        """Lets the thread take a turn after each period, in seconds, until a turn raises."""
-        self._turn, self._period, self._turn_at = turn, period, 0.0
-        self.put(_nothing)
-
     def close(self, wait_s: float = 0.2) -> None:
         """Ends the thread after its tasks. A thread stuck inside torch stays."""
         self._tasks.put(None)
@@ -91,19 +96,17 @@ class Worker:
 
     def _do(self, task: Callable[[], Any] | None, answer: queue.SimpleQueue[Any]) -> float | None:
         """Runs a task or, without a task, takes a turn. Returns the seconds until the next turn, if any."""
-        if task is None:
-            self._turn_at = time.monotonic() + self._period
         try:
-            answer.put(((task or self._turn)(), None))
-        except BaseException as error:
-            if task is None:
+            if task is not None:
+                answer.put((task(), None))
+            else:
                 self._turn_at = math.inf
+                self._turn()
+                self._turn_at = time.monotonic() + self._period
+        except BaseException as error:
             answer.put((None, error))
             self._failed(error)
         return None if self._turn_at == math.inf else max(0.0, self._turn_at - time.monotonic())
-
-
-def _nothing() -> None: ...
 
 
 def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> None:

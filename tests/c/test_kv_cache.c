@@ -6,7 +6,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { SEGMENTS = 3, TOKENS = 6, LAYERS = 40 /* more than the table of layers starts with */ };
+enum { SEGMENTS = 3, TOKENS = 6, LAYERS = 40 };
 
 static const int64_t sizes[SEGMENTS] = {3, 2, 1};
 static const s1f_layer_shape shape = {.batch = 2, .kv_heads = 2, .head_dim = 5, .v_head_dim = 3, .dtype = S1F_FLOAT32};

@@ -374,7 +374,7 @@ def test_stranger_without_token_is_refused() -> None:
     handshakes = [Handshake(rank, timeout_s=20.0) for rank in range(3)]
     strangers = []
     for hello in (b"x" * 16 + b"\1" + b"\0" * 7, b"", handshakes[0].token + b"\7" + b"\0" * 7):
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.connect(handshakes[0].name)
         stranger.sendall(hello)
         if not hello:
