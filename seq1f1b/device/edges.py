@@ -246,7 +246,7 @@ class DeviceEdges:
         Raises:
             RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
         """
-        self.group.begin_step(training=False)
+        self.group.begin_step()
         self.begin_step()
         ends: dict[Edge, Any] = {}
         kept: list[Tensor] = []  # sent messages, until all transfers have ended

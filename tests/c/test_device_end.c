@@ -141,8 +141,8 @@ static int32_t source_stage(const pipeline *p, s1f_unit unit)
     return unit.stage + 1;
 }
 
-static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *inputs, int32_t num_inputs,
-                      int32_t num_sends, s1f_result *result)
+static s1f_status launch(void *context, const s1f_current_unit *current, const s1f_input *inputs, int32_t num_inputs,
+                         int32_t num_sends, s1f_result *result)
 {
     rank_state *state = context;
     pipeline *p = state->p;
@@ -189,15 +189,12 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     return S1F_OK;
 }
 
-static s1f_status begin_unit(void *context)
+static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *inputs, int32_t num_inputs,
+                      int32_t num_sends, s1f_result *result)
 {
     const rank_state *state = context;
-    return s1f_device_begin_unit(state->device);
-}
-
-static s1f_status end_unit(void *context)
-{
-    const rank_state *state = context;
+    S1F_TRY(s1f_device_begin_unit(state->device));
+    S1F_TRY(launch(context, current, inputs, num_inputs, num_sends, result));
     return s1f_device_end_unit(state->device);
 }
 
@@ -225,8 +222,8 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
              (int)e->destination_stage);
     s1f_edge_end *end = NULL;
     s1f_device_end *made = NULL;
-    CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, -1, peer, is_receiver,
-                                      text, &p->controls[rank][edge]),
+    CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, NULL, NULL, peer,
+                                      is_receiver, text, &p->controls[rank][edge]),
                  S1F_OK, "");
     s1f_edge_end *control = p->controls[rank][edge];
     if (p->set.transport == BY_NCCL)
@@ -256,12 +253,7 @@ static void join_pipeline(rank_state *state)
     for (int32_t i = 0; i < p->num_edges && p->set.transport == BY_NCCL; i++)
         if (p->ends[rank][i] != NULL)
             CHECK_STATUS(s1f_device_end_settle((s1f_device_end *)p->ends[rank][i], "connecting", -1), S1F_OK, "");
-    s1f_compute compute = {.context = state,
-                           .run = run,
-                           .release = release,
-                           .segment_sizes = segment_sizes,
-                           .begin_unit = begin_unit,
-                           .end_unit = end_unit};
+    s1f_compute compute = {.context = state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
