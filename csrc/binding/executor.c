@@ -16,6 +16,7 @@ typedef struct s1f_walker {
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
     PyObject *came_back; /* (cell of all stages) -> the CUevent at which its load was back, 0: none; may be None */
     int64_t device_step; /* the GPU's count of steps when the last step began */
+    int32_t is_settled;  /* the last step's times are the GPU's */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
@@ -57,10 +58,12 @@ static s1f_status run_callback(void *context, const s1f_current_unit *unit, cons
                                int32_t num_sends, s1f_result *result)
 {
     s1f_walker *walker = context;
+    if (walker->device != NULL)
+        S1F_TRY(s1f_device_begin_unit(walker->device));
     PyEval_RestoreThread(walker->thread);
     s1f_status status = run_with_gil(walker, unit, inputs, num_inputs, num_sends, result);
     walker->thread = PyEval_SaveThread();
-    return status;
+    return status == S1F_OK && walker->device != NULL ? s1f_device_end_unit(walker->device) : status;
 }
 
 static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
@@ -94,30 +97,6 @@ static s1f_status leave_callback(void *context, int32_t edge, int32_t place)
     PyEval_RestoreThread(walker->thread);
     s1f_status status = s1f_messages_leave(&walker->messages, edge, place);
     walker->thread = PyEval_SaveThread();
-    return status;
-}
-
-static s1f_status begin_callback(void *context)
-{
-    s1f_walker *walker = context;
-    return walker->device == NULL ? S1F_OK : s1f_device_begin_unit(walker->device);
-}
-
-static s1f_status end_callback(void *context)
-{
-    s1f_walker *walker = context;
-    return walker->device == NULL ? S1F_OK : s1f_device_end_unit(walker->device);
-}
-
-static s1f_status settle_callback(void *context, int64_t *start_ns)
-{
-    const s1f_walker *walker = context;
-    s1f_device *device = walker->device;
-    if (device->num_steps != walker->device_step)
-        return s1f_fail(S1F_ERR_STATE, "the step's times on the GPU are gone, for another step has begun there since: "
-                                       "read a report before the next step, eval or verify");
-    s1f_status status = s1f_device_settle_times(device);
-    *start_ns = device->first_ns;
     return status;
 }
 
@@ -163,20 +142,6 @@ static int check_sizes(const s1f_walker *walker, s1f_int64s sizes)
     return sizes.count == num_columns;
 }
 
-/* 0 with the exception set, unless the parts of each column follow those of the one before it. None at all is fine. */
-static int check_parts(const s1f_walker *walker, s1f_int64s tokens, s1f_int64s first)
-{
-    if (first.count == 0 && tokens.count == 0)
-        return 1;
-    const int64_t *begin = first.values;
-    int fits = first.count == s1f_num_columns(&walker->program->shape) + 1 && begin[0] == 0;
-    for (int64_t i = 1; fits && i < first.count; i++)
-        fits = begin[i] >= begin[i - 1] && begin[i] - begin[i - 1] <= INT32_MAX;
-    if (!fits || begin[first.count - 1] != tokens.count)
-        PyErr_SetString(PyExc_ValueError, "first parts must be one for each segment and their count, ascending from 0");
-    return !PyErr_Occurred();
-}
-
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
 {
     s1f_walker *walker = context;
@@ -209,25 +174,17 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
            cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
            PyObject *, gpu, PyObject *, came_back)
 {
-    int32_t num_edges;
-    const s1f_edge *edges = s1f_program_edges(program, &num_edges);
-    if (!PyList_Check(ends) || !PyDict_Check(dtype_codes))
-        return PyErr_Format(PyExc_TypeError, "ends must be a list, dtype_codes a dict");
-    if (PyList_Size(ends) != num_edges)
-        return PyErr_Format(PyExc_ValueError, "%zd edge ends for %d edges", PyList_Size(ends), (int)num_edges);
     s1f_walker *walker = calloc(1, sizeof *walker);
-    s1f_edge_end **pointers = calloc((size_t)num_edges + 1, sizeof *pointers);
-    if (walker == NULL || pointers == NULL) {
-        free(walker);
-        free(pointers);
+    if (walker == NULL)
         return PyErr_NoMemory();
-    }
-    *walker =
-        (s1f_walker){.arguments = Py_NewRef(arguments),
-                     .program = program,
-                     .group = group,
-                     .came_back = came_back,
-                     .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave, .num_edges = num_edges}};
+    s1f_messages *messages = &walker->messages;
+    *walker = (s1f_walker){.arguments = Py_NewRef(arguments),
+                           .program = program,
+                           .group = group,
+                           .came_back = came_back,
+                           .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave}};
+    messages->edges = s1f_program_edges(program, &messages->num_edges);
+    s1f_edge_end **pointers = s1f_pool_take(&messages->pool, (size_t)messages->num_edges, sizeof *pointers);
     s1f_compute compute = {.context = walker,
                            .run = run_callback,
                            .release = release_callback,
@@ -235,16 +192,12 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
                            .segment_sizes = sizes_callback,
                            .leave_place = leave_callback,
                            .back = back_callback,
-                           .begin_unit = begin_callback,
-                           .end_unit = end_callback,
-                           .settle_times = settle_callback,
                            .unit_times = times_callback,
                            .back_time = back_time_callback};
     s1f_status status = S1F_ERR_PYTHON;
-    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) && read_ends(ends, pointers) &&
-        s1f_messages_create(&walker->messages, edges))
+    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) && s1f_messages_create(messages) &&
+        read_ends(ends, pointers))
         status = s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &walker->executor);
-    free(pointers);
     if (status != S1F_OK)
         s1f_walker_free(walker);
     return s1f_new_walker(status, walker, NULL);
@@ -257,9 +210,10 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     const s1f_unit_parts parts = {part_sizes.values, first_part.values};
     if (walker->run != NULL)
         return s1f_fail(S1F_ERR_STATE, "the executor is inside a step already");
-    if ((sequence_length != 0 && !check_sizes(walker, sizes)) || !check_parts(walker, part_sizes, first_part))
+    if (sequence_length != 0 && !check_sizes(walker, sizes))
         return S1F_ERR_PYTHON;
     walker->device_step = walker->device == NULL ? 0 : walker->device->num_steps;
+    walker->is_settled = 0;
     walker->run = run;
     walker->fill = fill;
     walker->back = back;
@@ -282,12 +236,24 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     return S1F_ERR_PYTHON;
 }
 
+static s1f_status settle(s1f_walker *walker)
+{
+    s1f_device *device = walker->device;
+    if (device == NULL || walker->is_settled)
+        return S1F_OK;
+    if (device->num_steps != walker->device_step)
+        return s1f_fail(S1F_ERR_STATE, "the step's times on the GPU are gone, for another step has begun there since: "
+                                       "read a report before the next step, eval or verify");
+    S1F_TRY(s1f_device_settle_times(device));
+    S1F_TRY(s1f_executor_settle_times(walker->executor, device->first_ns));
+    walker->is_settled = 1;
+    return S1F_OK;
+}
+
 S1F_METHOD(PyObject *, executor_settle, s1f_walker *, walker)
 {
-    s1f_status status = S1F_OK;
-    if (walker->device != NULL) {
-        S1F_WITHOUT_GIL(status = s1f_executor_settle_times(walker->executor));
-    }
+    s1f_status status;
+    S1F_WITHOUT_GIL(status = settle(walker));
     return status == S1F_OK ? PyBool_FromLong(walker->device != NULL) : s1f_raise(status);
 }
 
@@ -298,11 +264,9 @@ S1F_METHOD(PyObject *, executor_last_unit, s1f_walker *, walker)
 
 S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
 {
-    int64_t count, num_instructions;
+    int64_t count; /* a span for each instruction */
     const s1f_span *spans = s1f_executor_spans(walker->executor, &count);
-    const s1f_instruction *instructions = s1f_program_instructions(walker->program, rank, &num_instructions);
-    if (num_instructions != count)
-        return PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
+    const s1f_instruction *instructions = s1f_program_instructions(walker->program, rank, &count);
     PyObject *list = PyList_New(count);
     for (int64_t i = 0; list != NULL && i < count; i++) {
         PyObject *item = Py_BuildValue("(iNLL)", (int)instructions[i].opcode, s1f_unit_tuple(instructions[i].unit),

@@ -1,11 +1,7 @@
 /* messages.c - what units hand to each other, between Python's tensors and the headers of messages. */
 #include "messages.h"
 
-#include <stdlib.h>
 #include <string.h>
-
-enum { DATA_PTR, DTYPE, SHAPE, REQUIRES_GRAD };
-static const char *const names[S1F_NUM_TENSOR_NAMES] = {"data_ptr", "dtype", "shape", "requires_grad"};
 
 struct s1f_place_views {
     int32_t num_tensors;
@@ -16,42 +12,21 @@ struct s1f_place_views {
 
 void s1f_messages_free(s1f_messages *messages)
 {
-    for (int32_t edge = 0; messages->views != NULL && edge < messages->num_edges; edge++) {
-        for (int32_t place = 0; messages->views[edge] != NULL && place < messages->num_places[edge]; place++)
+    for (int32_t edge = 0; messages->views != NULL && edge < messages->num_edges; edge++)
+        for (int32_t place = 0; messages->views[edge] != NULL && place < messages->edges[edge].num_places; place++)
             Py_XDECREF(messages->views[edge][place].views);
-        free(messages->views[edge]);
-    }
-    free(messages->views);
-    free(messages->num_places);
-    for (int i = 0; i < S1F_NUM_TENSOR_NAMES; i++)
-        Py_XDECREF(messages->names[i]);
+    s1f_pool_free(&messages->pool);
 }
 
-static int allocate_views(s1f_messages *messages, const s1f_edge *edges)
+int s1f_messages_create(s1f_messages *messages)
 {
-    messages->num_places = calloc((size_t)messages->num_edges + 1, sizeof *messages->num_places);
-    messages->views = calloc((size_t)messages->num_edges + 1, sizeof *messages->views);
-    if (messages->num_places == NULL || messages->views == NULL)
-        return -1;
-    for (int32_t edge = 0; edge < messages->num_edges; edge++) {
-        messages->num_places[edge] = edges[edge].num_places;
-        messages->views[edge] = calloc((size_t)edges[edge].num_places + 1, sizeof **messages->views);
-        if (messages->views[edge] == NULL)
-            return -1;
-    }
-    return 0;
-}
-
-int s1f_messages_create(s1f_messages *messages, const s1f_edge *edges)
-{
-    if (allocate_views(messages, edges) < 0) {
+    s1f_pool *pool = &messages->pool;
+    messages->views = s1f_pool_take(pool, (size_t)messages->num_edges, sizeof *messages->views);
+    for (int32_t edge = 0; !pool->is_short && edge < messages->num_edges; edge++)
+        messages->views[edge] = s1f_pool_take(pool, (size_t)messages->edges[edge].num_places, sizeof **messages->views);
+    if (pool->is_short)
         PyErr_NoMemory();
-        return 0;
-    }
-    for (int i = 0; i < S1F_NUM_TENSOR_NAMES; i++)
-        if ((messages->names[i] = PyUnicode_InternFromString(names[i])) == NULL)
-            return 0;
-    return 1;
+    return !pool->is_short;
 }
 
 /* -- received ------------------------------------------------------------------------------------------------------ */
@@ -138,7 +113,7 @@ s1f_status s1f_messages_leave(s1f_messages *messages, int32_t edge, int32_t plac
 s1f_status s1f_messages_leave_all(s1f_messages *messages)
 {
     for (int32_t edge = 0; edge < messages->num_edges; edge++)
-        for (int32_t place = 0; place < messages->num_places[edge]; place++)
+        for (int32_t place = 0; place < messages->edges[edge].num_places; place++)
             S1F_TRY(s1f_messages_leave(messages, edge, place));
     return S1F_OK;
 }
@@ -159,10 +134,10 @@ static s1f_status describe_tensor(const s1f_messages *messages, PyObject *tensor
     }
     s1f_status status = S1F_ERR_PYTHON;
     PyObject *dtype = NULL, *shape = NULL, *address = NULL, *requires_grad = NULL;
-    if ((dtype = PyObject_GetAttr(tensor, messages->names[DTYPE])) == NULL ||
-        (shape = PyObject_GetAttr(tensor, messages->names[SHAPE])) == NULL ||
-        (requires_grad = PyObject_GetAttr(tensor, messages->names[REQUIRES_GRAD])) == NULL ||
-        (address = PyObject_CallMethodObjArgs(tensor, messages->names[DATA_PTR], NULL)) == NULL)
+    if ((dtype = PyObject_GetAttrString(tensor, "dtype")) == NULL ||
+        (shape = PyObject_GetAttrString(tensor, "shape")) == NULL ||
+        (requires_grad = PyObject_GetAttrString(tensor, "requires_grad")) == NULL ||
+        (address = PyObject_CallMethod(tensor, "data_ptr", NULL)) == NULL)
         goto done;
     PyObject *code = PyDict_GetItemWithError(messages->dtype_codes, dtype); /* borrowed */
     if (code == NULL) {
@@ -198,15 +173,11 @@ done:
 
 s1f_status s1f_messages_describe(const s1f_messages *messages, PyObject *tensors, s1f_result *result)
 {
-    Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : -1;
-    if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "a stage hands over a tuple of tensors");
-        return S1F_ERR_PYTHON;
-    }
-    if (count > S1F_MAX_TENSORS) {
+    Py_ssize_t count = PyTuple_Size(tensors);
+    if (count > S1F_MAX_TENSORS)
         PyErr_Format(PyExc_ValueError, "a stage hands over at most %d tensors, got %zd", (int)S1F_MAX_TENSORS, count);
+    if (count < 0 || count > S1F_MAX_TENSORS)
         return S1F_ERR_PYTHON;
-    }
     result->num_tensors = (int32_t)count;
     for (Py_ssize_t i = 0; i < count; i++)
         S1F_TRY(describe_tensor(messages, PyTuple_GetItem(tensors, i), &result->tensors[i], &result->data[i]));

@@ -7,23 +7,23 @@
 
 #include "binding.h"
 
+#include "../core/pool.h"
 #include "../run/executor.h"
 
 typedef struct s1f_place_views s1f_place_views;
-enum { S1F_NUM_TENSOR_NAMES = 4 };
 
 typedef struct {
-    PyObject *ends, *make_views;           /* borrowed, as the next two; make_views: during a step */
-    PyObject *dtype_codes;                 /* {torch.dtype: s1f_dtype} */
-    PyObject *leave;                       /* (tensors) -> whether any lies elsewhere now */
-    PyObject *names[S1F_NUM_TENSOR_NAMES]; /* names of the attributes that a tensor is asked for */
+    PyObject *ends, *make_views; /* borrowed, as the next two; make_views: during a step */
+    PyObject *dtype_codes;       /* {torch.dtype: s1f_dtype} */
+    PyObject *leave;             /* (tensors) -> whether any lies elsewhere now */
+    const s1f_edge *edges;       /* the program's */
     int32_t num_edges;
-    int32_t *num_places;
-    s1f_place_views **views; /* [edge][place] */
+    s1f_pool pool;
+    s1f_place_views **views; /* the pool's: [edge][place] */
 } s1f_messages;
 
 /* Fills what follows from the others; 0 with the exception set, and it is freed as usual. */
-int s1f_messages_create(s1f_messages *messages, const s1f_edge *edges);
+int s1f_messages_create(s1f_messages *messages);
 void s1f_messages_free(s1f_messages *messages);
 
 /* What a unit receives: None, or its messages in the program's order. New reference. */

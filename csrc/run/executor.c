@@ -42,7 +42,6 @@ struct s1f_executor {
     int64_t step;
     int32_t training;
     s1f_step_layout layout;
-    int32_t is_settled;  /* the spans are the device's */
     stage_count *stages; /* [stage] */
     /* between two RUNs: */
     s1f_input *inputs; /* for the next RUN */
@@ -120,18 +119,12 @@ static void set_weights(s1f_executor *executor, const s1f_rank_program *own)
     executor->fills = s1f_pool_take(pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
 }
 
-static void set_slots(s1f_executor *executor, const s1f_program *program)
+static void set_slots(s1f_executor *executor, const s1f_program *program, int32_t rank)
 {
-    for (int64_t i = 0; i < executor->num_instructions; i++) {
-        int32_t stage = executor->instructions[i].unit.stage, known = 0;
-        if (executor->instructions[i].opcode != S1F_OP_RUN)
-            continue;
-        for (int32_t j = 0; j < executor->num_slots; j++)
-            known |= executor->slots[j].stage == stage;
-        if (!known) {
-            s1f_stage_peak peak = program->peaks[stage];
+    for (int32_t stage = 0; stage < executor->num_stages; stage++) {
+        s1f_stage_peak peak = program->peaks[stage];
+        if (program->shape.rank_of_stage[stage] == rank)
             executor->slots[executor->num_slots++] = (s1f_stage_slots){stage, peak.kv_slots, peak.grad_slots};
-        }
     }
 }
 
@@ -163,7 +156,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
         s1f_executor_free(executor);
         return status;
     }
-    set_slots(executor, program);
+    set_slots(executor, program, rank);
     *out = executor;
     return S1F_OK;
 }
@@ -302,8 +295,6 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
     S1F_TRY(s1f_kv_cache_begin_unit(executor->cache, &current));
-    if (executor->compute.begin_unit != NULL)
-        S1F_TRY(executor->compute.begin_unit(executor->compute.context));
     count_live(executor, unit);
     if (executor->thread_scope)
         s1f_current_unit_set_thread(&current);
@@ -356,10 +347,7 @@ static s1f_status run(s1f_executor *executor, int64_t i)
         executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
-    S1F_TRY(status);
-    if (executor->compute.end_unit != NULL)
-        S1F_TRY(executor->compute.end_unit(executor->compute.context));
-    return release_all_sent(executor);
+    return status == S1F_OK ? release_all_sent(executor) : status;
 }
 
 static s1f_status send(s1f_executor *executor, const s1f_instruction *instruction)
@@ -454,7 +442,6 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     executor->layout.is_known = 0;
     executor->num_inputs = executor->num_unsent = 0;
     executor->next_weight = executor->num_fills = 0;
-    executor->is_settled = executor->compute.settle_times == NULL;
     executor->result = (s1f_result){0};
     for (int32_t i = 0; i < executor->num_edges; i++)
         executor->edge_states[i].first = executor->edge_states[i].end = 0;
@@ -485,21 +472,20 @@ static s1f_status arrival(const s1f_executor *executor, int64_t i, int64_t *ns)
     return end->transport->arrived == NULL ? S1F_OK : end->transport->arrived(end, instruction->sequence, ns);
 }
 
-s1f_status s1f_executor_settle_times(s1f_executor *executor)
+s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns)
 {
     const s1f_compute *compute = &executor->compute;
-    int64_t at = 0, number = 0;
-    s1f_status status = executor->is_settled ? S1F_OK : compute->settle_times(compute->context, &at);
-    for (int64_t i = 0; status == S1F_OK && !executor->is_settled && i < executor->num_instructions; i++) {
+    int64_t at = start_ns, number = 0;
+    for (int64_t i = 0; i < executor->num_instructions; i++) {
         s1f_span *span = &executor->spans[i], found = {at, at};
         const s1f_instruction *instruction = &executor->instructions[i];
         if (instruction->opcode == S1F_OP_RUN)
-            status = compute->unit_times(compute->context, number++, &found.start_ns, &found.end_ns);
+            S1F_TRY(compute->unit_times(compute->context, number++, &found.start_ns, &found.end_ns));
         else if (instruction->opcode == S1F_OP_WAIT)
-            status = arrival(executor, i, &found.end_ns);
+            S1F_TRY(arrival(executor, i, &found.end_ns));
         else if (instruction->opcode == S1F_OP_BACK)
-            status = compute->back_time(compute->context, s1f_cell_of_all(&executor->shape, instruction->unit),
-                                        &found.end_ns);
+            S1F_TRY(compute->back_time(compute->context, s1f_cell_of_all(&executor->shape, instruction->unit),
+                                       &found.end_ns));
         else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
             found.end_ns = span->end_ns; /* the host waited for the unit, and copied */
         found.start_ns = found.start_ns < at ? at : found.start_ns;
@@ -507,8 +493,7 @@ s1f_status s1f_executor_settle_times(s1f_executor *executor)
         *span = found;
         at = found.end_ns;
     }
-    executor->is_settled |= status == S1F_OK;
-    return status;
+    return S1F_OK;
 }
 
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count)

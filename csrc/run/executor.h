@@ -39,14 +39,9 @@ typedef struct {
     /* The place of an edge is about to be free for the next message. Whoever still reads the last message must get
      * memory of its own before this returns. NULL: nobody reads on. */
     s1f_status (*leave_place)(void *context, int32_t edge, int32_t place);
-    /* Called before each unit, while it is not yet the current one, and after it. NULL: nothing to do. */
-    s1f_status (*begin_unit)(void *context);
-    s1f_status (*end_unit)(void *context);
     /* Waits until what a moved unit has saved is back. cell: the unit's, of all stages. */
     s1f_status (*back)(void *context, int64_t cell);
-    /* A device may work behind the host. After a step: waits for its end there, and says when the device came to the
-     * step and when its n-th unit ran, on the monotonic clock. NULL: units ran when they were called. */
-    s1f_status (*settle_times)(void *context, int64_t *start_ns);
+    /* For s1f_executor_settle_times: when the step's n-th unit ran on the device, on the monotonic clock. */
     s1f_status (*unit_times)(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns);
     s1f_status (*back_time)(void *context, int64_t cell, int64_t *ns); /* when `back` was over there */
 } s1f_compute;
@@ -83,10 +78,10 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 
 /* The unit of the last instruction that began in the last step: where a step that failed stood. */
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
-/* After a step of a device: replaces the spans by those of the device, once. A WAIT ends when its message has come to
- * the device, and begins, as a RUN may, when the instruction before has ended: a gap between two spans is the time by
- * which the host was late. */
-s1f_status s1f_executor_settle_times(s1f_executor *executor);
+/* A device may work behind the host. Once after a step that has ended on the device, and to which the device came at
+ * start_ns: replaces the spans by those of the device. A WAIT ends when its message has come to the device, and begins,
+ * as a RUN may, when the instruction before has ended: a gap between two spans is the time by which the host was late. */
+s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end.
  * Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);
