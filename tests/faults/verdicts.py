@@ -324,7 +324,7 @@ def zeroed(*names: str) -> Callable[[Any], Any]:
 
 
 def beside_attention() -> Named:
-    """Each at a length that is no number of the model, and in one other way in turn."""
+    """Each at a length that is no number of the model, or in one other way in turn."""
     import mixers
 
     ways: list[tuple[str, dict[str, Any]]] = [
@@ -337,9 +337,11 @@ def beside_attention() -> Named:
     ]
     mixes = {name: mix for name, (mix, _) in mixers.ALSO_WRONG.items()} | mixers.ALSO_RIGHT
     for i, (name, mix) in enumerate(mixes.items()):
-        yield name, mixed(mix, rows=2, length=10)
         way, others = ways[i % len(ways)]
-        yield f"{name}, {way}", mixed(mix, **others)
+        if i // len(ways) % 2:
+            yield name, mixed(mix, rows=2, length=10)
+        else:
+            yield f"{name}, {way}", mixed(mix, **others)
 
 
 def leaves_of(value: Any) -> list[Tensor]:
