@@ -28,9 +28,9 @@ void *s1f_arena_place(s1f_edge_end *end, int32_t place);
 s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence);
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the receiver's memories that it has open */
 
-/* Moves a message between two arenas that are not shared, each private to its end: receives one of at most so many bytes
- * of payload into a place, or sends one of just so many from there. Called by the thread of the end, without the GIL;
- * must not block on the peer: completion comes by s1f_relay_done, from any thread. */
+/* Moves a message between two arenas that are not shared, each private to its end: receives one of at most so many
+ * bytes of payload into a place, or sends one of just so many from there. Called by the thread of the end, without the
+ * GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
 typedef s1f_status s1f_relay(void *context, int64_t position, void *place, int64_t payload_bytes);
 
 /* An end over an arena that both ranks map, or over one of its own and a relay (NULL: none), to which context belongs.

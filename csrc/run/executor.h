@@ -80,7 +80,8 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
 /* A device may work behind the host. Once after a step that has ended on the device, and to which the device came at
  * start_ns: replaces the spans by those of the device. A WAIT ends when its message has come to the device, and begins,
- * as a RUN may, when the instruction before has ended: a gap between two spans is the time by which the host was late. */
+ * as a RUN may, when the instruction before has ended: a gap between two spans is the time by which the host was
+ * late. */
 s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end.
  * Borrowed. */

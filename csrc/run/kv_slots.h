@@ -46,8 +46,8 @@ typedef struct {          /* zeros: before the first step */
     s1f_stage_state *stages;
 } s1f_kv_slots;
 
-/* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. The last returns is_tree of s1f_slot_state. The program and
- * the step's layout give a unit its slots, segment and rows, which are not looked at. */
+/* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. The last returns is_tree of s1f_slot_state. The program
+ * and the step's layout give a unit its slots, segment and rows, which are not looked at. */
 s1f_status s1f_kv_slots_begin_step(s1f_kv_slots *slots, const s1f_stage_slots *stages, int32_t num_stages,
                                    int64_t num_rows, int32_t num_segments);
 s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *unit);
