@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Mapping
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ from seq1f1b.transformers.weight_files import (
     WeightFiles,
     check_shape,
     find_sources,
-    places_of,
-    share_sources,
+    header_of,
     some,
 )
 
@@ -90,59 +91,55 @@ def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
 
 
 def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str) -> None:
+    """Writes one file for each stage, and the config files of the first stage; rank 0 adds the index."""
     elsewhere, vocabulary = engine._pipeline.tied.counted_elsewhere(), engine.whole_vocabulary()
-    shards: list[str] = []
-    saved: list[str] = []
+    _, count = stages[0].pipeline_place
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+    kept = {*names, INDEX} if count > 1 else {SINGLE}
 
-    def write(unfinished: str) -> tuple[list[list[str]], int]:
-        size, logging = 0, transformers.utils.logging
-        for i, stage in enumerate(stages):
-            part = os.path.join(unfinished, str(i))
+    def write(unfinished: str) -> None:
+        for stage in stages:
+            index, _ = stage.pipeline_place
             every = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
             every -= {name for name, p in stage.named_parameters() if id(p) not in elsewhere}
             state = {name: tensor for name, tensor in stage.state_dict().items() if name not in every}
-            if i == len(stages) - 1:
-                state |= vocabulary
-            size += sum(tensor.nbytes for tensor in state.values())
-            # transformers writes only on rank 0 of a distributed run, but every rank here has weights to write.
-            stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
-            shows_progress = logging.is_progress_bar_enabled()
-            logging.disable_progress_bar()
-            try:
-                stage.causal_lm.save_pretrained(part, state_dict=state)
-            finally:
-                del stage.causal_lm.should_save_on_this_rank
-                if shows_progress:
-                    logging.enable_progress_bar()
-            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(".safetensors")]
-            if not written:
-                raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
-            shards.extend(written)
-        return [sorted(places_of(shard)) for shard in shards], size
+            part = os.path.join(unfinished, f".{index}")
+            _write(stage.causal_lm, part, state | (vocabulary if index == count - 1 else {}))
+            os.rename(os.path.join(part, SINGLE), os.path.join(unfinished, names[index]))
+            for name in os.listdir(part) if index == 0 else ():
+                os.rename(os.path.join(part, name), os.path.join(unfinished, name))
 
-    def names(told: list[tuple[list[list[str]], int]]) -> dict[str, str]:
-        held = [tensors for of_rank, _ in told for tensors in of_rank]
-        before, total = sum(len(of_rank) for of_rank, _ in told[: engine.rank]), len(held)
-        saved[:] = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [SINGLE]
-        found = dict(zip(shards, saved[before:], strict=False))
-        if engine.rank == 0:
-            first = os.path.dirname(shards[0])
-            found |= {os.path.join(first, name): name for name in os.listdir(first) if name.endswith(".json")}
-            index = os.path.join(first, INDEX)
-            found.pop(index, None)
-            if total > 1:
-                where = {tensor: name for name, tensors in zip(saved, held, strict=True) for tensor in tensors}
-                with open(index, "w", encoding="utf-8") as out:
-                    total_size = {"total_size": sum(size for _, size in told)}
-                    json.dump({"metadata": total_size, "weight_map": where}, out, indent=2, sort_keys=True)
-                saved.append(INDEX)
-                found[index] = INDEX
-        return found
+    def join(folders: list[str]) -> None:
+        if count == 1:
+            return
+        parts = [os.path.join(part, name) for part in folders for name in names]
+        found = {os.path.basename(part): header_of(part) for part in parts if os.path.isfile(part)}
+        if len(found) < count:
+            raise OSError(f"rank 0 sees {len(found)} of {count} files in {folders}")
+        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors.values())
+        weight_map = {name: file for file, tensors in found.items() for name in tensors}
+        with open(os.path.join(folders[0], INDEX), "w", encoding="utf-8") as out:
+            json.dump({"metadata": {"total_size": size}, "weight_map": weight_map}, out, indent=2, sort_keys=True)
 
     def is_old(name: str) -> bool:
-        return name not in saved and (name == INDEX or IS_SHARD.fullmatch(name) is not None)
+        return name not in kept and (name == INDEX or IS_SHARD.fullmatch(name) is not None)
 
-    save_together(engine, folder, _FAILED.format(folder), write, names, is_old)
+    save_together(engine, folder, _FAILED.format(folder), write, join, is_old)
+
+
+def _write(model: Any, folder: str, state: dict[str, Tensor]) -> None:
+    """Lets transformers write a stage's tensors to one file, without a progress bar."""
+    # transformers writes only on rank 0 of a distributed run, but every rank here has weights to write.
+    model.should_save_on_this_rank = lambda is_main_process: True
+    logging = transformers.utils.logging
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict=state, max_shard_size=sys.maxsize)
+    finally:
+        del model.should_save_on_this_rank
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def _load_weights(stage: CausalLMStage, folder: str) -> None:
@@ -152,78 +149,57 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
         *(named for shard in stage.shards for named in shard.named_parameters()),
         *stage.tied_parameters.items(),  # the checkpoint may use another stage's name
     ]
-    sources, _ = find_sources(files, stage.causal_lm, dict(parameters) | state)
-    load_stage(stage, files, share_sources(sources, parameters), state)
+    sources, _ = find_sources(files, stage.causal_lm, dict(parameters) | state, parameters)
+    for name, (_, _, shape) in state.items():
+        if name not in sources:
+            check_shape(folder, name, shape, None)
+    load_stage(stage, files, sources)
 
 
 @torch.no_grad()
-def load_stage(
-    stage: CausalLMStage, files: WeightFiles, sources: Mapping[str, Source], needed: Collection[str]
-) -> list[Tensor]:
-    """Reads the weights and the vocabulary shards of a stage; returns the tensors read.
-
-    Raises:
-        ValueError: a shape differs, or a needed tensor has no source; before any read, except for converted tensors.
-    """
-    state = _state(stage)
-    shards = {name: (own, shard.rows.start) for shard in stage.shards for name, own in shard.named_parameters()}
-    for name, own in state.items():
-        source = sources.get(name)
-        if source is None and name in needed:
-            check_shape(files.folder, name, own, None)
-        elif source is not None and source.converter is None:
-            check_shape(files.folder, name, own, files.shape(source.parts[0][1]))
-        elif name in shards:
-            raise ValueError(f'{name!r} is made of several tensors of {files.folder}: use vocabulary="ends"')
-    converted: set[int] = set()
-    for name, own in state.items():
-        source, (into, first_row) = sources.get(name), shards.get(name, (own, 0))
-        if source is None or into.is_meta or id(source) in converted:
-            continue
-        if source.converter is None:
-            files.read_into(source.parts[0][1], into, first_row)
-            continue
-        converted.add(id(source))
-        for target, value in source.convert(files, stage.causal_lm).items():
-            if target in state:
-                check_shape(files.folder, target, state[target], tuple(value.shape))
-                state[target].copy_(value)
-    read = [own for name, own in stage.state_dict(keep_vars=True).items() if name in sources]
-    return read + [own for own, _ in shards.values()]
+def load_stage(stage: CausalLMStage, files: WeightFiles, sources: Mapping[str, Source]) -> list[Tensor]:
+    """Reads the weights and the vocabulary shards of a stage that have a source; returns the tensors read."""
+    state = {name: own for name, own in _state(stage).items() if name in sources}
+    for name, (_, _, shape) in state.items():
+        sources[name].check_shape(files, shape)
+    read = []
+    for source in dict.fromkeys(sources[name] for name in state):
+        for name, value in source.read(files, stage.causal_lm).items():
+            if name in state:
+                own, first_row, shape = state[name]
+                check_shape(files.folder, name, shape, value.shape)
+                own.copy_(value[first_row : first_row + len(own)] if own.dim() else value)
+                read.append(own)
+    return read
 
 
-def _state(stage: CausalLMStage) -> dict[str, Tensor]:
-    """Returns a stage's tensors in a checkpoint; a vocabulary shard appears as the whole weight, without memory."""
-    whole = {
-        name: torch.empty(shard.vocab, *own.shape[1:], dtype=own.dtype, device="meta")
-        for shard in stage.shards
-        for name, own in shard.named_parameters()
-    }
-    return stage.state_dict() | whole
+def _state(stage: CausalLMStage) -> dict[str, tuple[Tensor, int, Sequence[int]]]:
+    """Returns a stage's tensors by name, each with its first row in the checkpoint's tensor and the shape of that."""
+    state = {name: (own, 0, own.shape) for name, own in stage.state_dict(keep_vars=True).items()}
+    for shard in stage.shards:
+        for name, own in shard.named_parameters():
+            state[name] = own, shard.rows.start, torch.Size((shard.vocab, *own.shape[1:]))
+    return state
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: str) -> None:
-    def write(unfinished: str) -> list[str]:
-        parts = [os.path.join(unfinished, str(i)) for i in range(len(stages))]
-        for part, stage in zip(parts, stages, strict=True):
-            stage.peft_model.save_pretrained(part)
-        return parts
+    def write(unfinished: str) -> None:
+        for i, stage in enumerate(stages):
+            stage.peft_model.save_pretrained(os.path.join(unfinished, f".{i}"))
 
-    def join(everyones: list[list[str]]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        first = everyones[0][0]
-        for path, _, files in os.walk(first) if engine.rank == 0 else ():
-            place = os.path.relpath(path, first)  # each adapter but the default one has a subfolder
+    def join(folders: list[str]) -> None:
+        parts = [os.path.join(own, name) for own in folders for name in sorted(os.listdir(own))]
+        shutil.copytree(parts[0], folders[0], dirs_exist_ok=True)
+        for path, _, files in os.walk(parts[0]):
+            place = os.path.relpath(path, parts[0])  # each adapter but the default one has a subfolder
             if _ADAPTER in files:
                 tensors: dict[str, Tensor] = {}
-                for part in (part for rank in everyones for part in rank):
+                for part in parts:
                     tensors = load_file(os.path.join(part, place, _ADAPTER)) | tensors
-                save_file(tensors, os.path.join(path, _ADAPTER), metadata={"format": "pt"})
-            found |= {os.path.join(path, name): os.path.normpath(os.path.join(place, name)) for name in files}
-        return found
+                save_file(tensors, os.path.join(folders[0], place, _ADAPTER), metadata={"format": "pt"})
 
     save_together(engine, folder, _FAILED.format(folder), write, join)
 
@@ -238,7 +214,7 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
         found = load_file(path)
         own = get_peft_model_state_dict(stage.peft_model, adapter_name=adapter)
         for name, tensor in own.items():
-            check_shape(folder, name, tensor, found[name].shape if name in found else None)
+            check_shape(folder, name, tensor.shape, found[name].shape if name in found else None)
         if own:
             set_peft_model_state_dict(stage.peft_model, {name: found[name] for name in own}, adapter_name=adapter)
 
@@ -252,30 +228,22 @@ class Folder:
 
     Attributes:
         model: on the meta device.
-        sources: name in the model -> tensors in the files.
-        may_miss: names that may be missing in all files: transformers initializes such tensors without a warning.
+        sources: name in the model -> tensors in the files. transformers initializes a tensor without a source.
     """
 
     model: Any
     files: WeightFiles
     sources: dict[str, Source]
-    may_miss: frozenset[str]
 
     def load(self, stage: CausalLMStage, device: torch.device | str) -> None:
         """Gives memory to a stage and reads the stage's weights; transformers computes tensors missing in the files."""
         made = stage.allocate(device)
-        needed = stage.state_dict().keys() - self.may_miss
-        read = {id(tensor) for tensor in load_stage(stage, self.files, self.sources, needed)}
+        read = {id(tensor) for tensor in load_stage(stage, self.files, self.sources)}
         stage.initialize([tensor for tensor in made if id(tensor) not in read])
 
 
 def open_folder(source: str | os.PathLike[str], dtype: torch.dtype | str | None = None) -> Folder:
-    """Opens a checkpoint, given a folder or a name on the hub; reads config and headers alone.
-
-    Raises:
-        ValueError: config or safetensors are missing, the model is quantized or not a decoder, or weights of model and
-            files have different names.
-    """
+    """Opens a checkpoint, given a folder or a name on the hub, and checks it by config and headers alone."""
     source = os.fspath(source)
     folder = source if os.path.isdir(source) else _downloaded(source)
     config = _read_config(folder)
@@ -308,10 +276,8 @@ def _downloaded(name: str) -> str:
     try:
         return str(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
     except Exception as error:  # any error of the hub, the network or the disk
-        raise ValueError(
-            f"{name!r} is no folder, and no model of this name came from the hub or its cache: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        what = f"{name!r} is no folder, and no model of this name came from the hub or its cache"
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _read_config(folder: str) -> Any:
@@ -321,15 +287,14 @@ def _read_config(folder: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{folder}: config.json is not understood: {error}") from error
-    quantized = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(), "quantization_config", None
-    )
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        raise ValueError(
-            f"{folder} is quantized ({getattr(method, 'value', method)}), which a stage neither reads nor trains: load "
-            "it dequantized by transformers, save it without its quantization_config, and give that folder"
-        )
+    for each in (config, config.get_text_config()):
+        quantized = getattr(each, "quantization_config", None)
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+            raise ValueError(
+                f"{folder} is quantized ({getattr(method, 'value', method)}), which a stage neither reads nor trains: "
+                "load it dequantized by transformers, and save it without its quantization_config"
+            )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} holds a {config.model_type}, which has no ...ForCausalLM in transformers")
     return config
@@ -342,7 +307,8 @@ def _dtype(dtype: Any, config: Any, files: WeightFiles) -> torch.dtype:
     if dtype is None or dtype == "auto":
         dtype = config.dtype or config.get_text_config().dtype
         if dtype is None:
-            dtype = next((d for d in map(files.dtype, files.places) if d.is_floating_point), torch.float32)
+            floating = (tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point())
+            dtype = next(floating, torch.float32)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype!r}, must be None or a floating dtype of torch, as torch.bfloat16")
     return dtype
@@ -350,31 +316,25 @@ def _dtype(dtype: Any, config: Any, files: WeightFiles) -> torch.dtype:
 
 def _check_names(model: Any, files: WeightFiles) -> Folder:
     state = model.state_dict()
-    sources, extra = find_sources(files, model, state)
     parameters = list(model.named_parameters(remove_duplicate=False))
+    sources, extra = find_sources(files, model, state, parameters)
     _check_tied(parameters, sources, files)
-    share_sources(sources, parameters)
-    may_miss = frozenset(_matching(model._keys_to_ignore_on_load_missing, state))
-    missing = [name for name in state if name not in sources and name not in may_miss]
-    if missing:
+    told = SimpleNamespace(missing_keys=state.keys() - sources.keys(), unexpected_keys=set(extra))
+    model._adjust_missing_and_unexpected_keys(told)  # leaves out what transformers initializes or ignores
+    if told.missing_keys:
         raise ValueError(
-            f"{files.folder} lacks {len(missing)} of the {len(state)} weights of {type(model).__name__}: "
-            f"{some(missing)}; its config.json must be of the model that was saved"
+            f"{files.folder} lacks {len(told.missing_keys)} of the {len(state)} weights of {type(model).__name__}: "
+            f"{some(told.missing_keys)}; its config.json must be of the model that was saved"
         )
-    # Ignored as in transformers: buffers saved by older versions.
-    known = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-    extra = sorted(set(extra) - set(_matching(known, extra)))
-    if extra:
+    if told.unexpected_keys:
         raise ValueError(
-            f"{files.folder} holds {len(extra)} tensors that {type(model).__name__} does not have: {some(extra)}. To "
-            "leave them out, build the model on the meta device from its config, cut it, and call load_pretrained"
+            f"{files.folder} holds {len(told.unexpected_keys)} tensors that {type(model).__name__} does not have: "
+            f"{some(told.unexpected_keys)}. To leave them out, build the model on the meta device from its config, cut "
+            "it, and call load_pretrained"
         )
     for name, source in sources.items():
-        if source.converter is None:
-            check_shape(files.folder, name, state[name], files.shape(source.parts[0][1]))
-        for _, part in source.parts:
-            files.dtype(part)
-    return Folder(model, files, sources, may_miss)
+        source.check_shape(files, state[name].shape)
+    return Folder(model, files, sources)
 
 
 def _check_tied(parameters: list[tuple[str, Any]], sources: dict[str, Source], files: WeightFiles) -> None:
@@ -384,13 +344,9 @@ def _check_tied(parameters: list[tuple[str, Any]], sources: dict[str, Source], f
         if name not in sources or sources[name].converter is not None:
             continue
         other = first.setdefault(id(parameter), name)
-        if other != name and not files.equal(sources[other].parts[0][1], sources[name].parts[0][1]):
-            raise ValueError(
-                f"the config of {files.folder} ties {other!r} and {name!r}, its files hold different values of both: "
-                "if they were trained apart, set tie_word_embeddings to false in config.json"
-            )
-
-
-def _matching(patterns: Iterable[str] | None, names: Iterable[str]) -> list[str]:
-    compiled = [re.compile(pattern) for pattern in patterns or ()]
-    return [name for name in names if any(pattern.search(name) for pattern in compiled)]
+        if sources[other].parts == sources[name].parts:
+            continue
+        one, two = (sources[each].read(files, None)[each] for each in (other, name))
+        if one.dtype != two.dtype or not torch.equal(one, two):
+            what = f"the config of {files.folder} ties {other!r} and {name!r}, its files hold different values of both"
+            raise ValueError(f"{what}: if they were trained apart, set tie_word_embeddings to false in config.json")

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,52 +21,46 @@ from seq1f1b.files import keep_mode
 
 __all__: list[str] = []
 
-_Told = TypeVar("_Told")
-
-
-class Ranks(Protocol):
-    """A group of processes that act together: one pipeline's ranks, or the ranks of all replicas."""
-
-    rank: int
-    num_ranks: int
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-
 
 def save_together(
-    ranks: Ranks,
+    ranks: Any,
     folder: str,
     failed: str,
-    write: Callable[[str], _Told],
-    names: Callable[[list[_Told]], Mapping[str, str]] | None = None,
+    write: Callable[[str], None],
+    join: Callable[[list[str]], None] = lambda folders: None,
     is_old: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Writes files of all ranks into a folder that all ranks see. An error on any rank is raised on all.
 
     Args:
+        ranks: processes that act together: an engine, or the replicas of a Trainer.
         failed: beginning of an error's message.
-        write: writes this rank's files to a given temporary folder; returns a value for the other ranks.
-        names: takes the values of all ranks, by rank. Returns path -> final name for this rank's files, and may write
-            more files. None: files keep their names.
+        write: writes this rank's files to a given temporary folder.
+        join: run by rank 0 when all ranks have written: takes their temporary folders, and may add files to the first.
+            Folders inside, whose names begin with a dot, are for this function alone.
         is_old: whether to delete a file of this name from the folder at the end.
     Raises:
         OSError: a rank could not write.
     """
-    unfinished = os.path.join(folder, f".unfinished-{ranks.rank}")
-    told: list[_Told] = []
+    folders = [os.path.join(folder, f".unfinished-{rank}") for rank in range(ranks.num_ranks)]
+    unfinished = folders[ranks.rank]
     finished: dict[str, str] = {}
 
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished)
-        told.append(write(unfinished))
+        write(unfinished)
 
     def find_places() -> None:
-        own = {os.path.join(unfinished, name): name for name in os.listdir(unfinished)}
-        for file, name in (own if names is None else names(everyones)).items():
-            target = finished[file] = os.path.join(folder, name)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            keep_mode(file, target)
+        if ranks.rank == 0:
+            join(folders)
+        for path, inner, names in os.walk(unfinished):
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            target = os.path.normpath(os.path.join(folder, os.path.relpath(path, unfinished)))
+            os.makedirs(target, exist_ok=True)
+            for name in names:
+                finished[os.path.join(path, name)] = os.path.join(target, name)
+                keep_mode(os.path.join(path, name), os.path.join(target, name))
 
     def move() -> None:
         for file, target in finished.items():
@@ -76,15 +70,13 @@ def save_together(
                 os.remove(os.path.join(folder, name))
 
     try:
-        together(ranks, failed, begin)
-        everyones: list[_Told] = ranks.all_gather_object(told[0])
-        together(ranks, failed, find_places)
-        together(ranks, failed, move)
+        for action in (begin, find_places, move):
+            together(ranks, failed, action)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def together(ranks: Ranks, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
+def together(ranks: Any, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
     """Runs an action on each rank; an error on any rank is raised on all, as ``kind``."""
     problem = None
     try:
@@ -109,17 +101,16 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
     def write(unfinished: str) -> None:
         continuous = {name: value.contiguous() for name, value in tensors.items()}
         name = f"optimizer-{engine.rank + 1:05d}-of-{engine.num_ranks:05d}.safetensors"
-        save_file(continuous, os.path.join(unfinished, name), {"rest": _json(rest)})
+        save_file(continuous, os.path.join(unfinished, name), {"rest": json.dumps(rest)})
         if engine.rank == 0:
             with open(os.path.join(unfinished, _SCHEDULER), "w", encoding="utf-8") as out:
-                out.write(_json(scheduler.state_dict()))
+                out.write(json.dumps(scheduler.state_dict()))
 
     def is_old(name: str) -> bool:  # an earlier save by another number of ranks
         match = _OPTIMIZER.fullmatch(name)
         return match is not None and int(match[1]) != engine.num_ranks
 
-    failed = f"no optimizer state was written to {folder}"
-    save_together(engine, folder, failed, write, is_old=is_old)
+    save_together(engine, folder, f"no optimizer state was written to {folder}", write, is_old=is_old)
 
 
 def check_resumable(folder: str) -> None:
@@ -164,13 +155,3 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
             scheduler.load_state_dict(json.load(file))
 
     together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
-
-
-def _json(values: dict[str, Any]) -> str:
-    """Returns JSON, which keeps floats bit for bit. Raises ValueError for a value that JSON cannot hold."""
-    for key, value in values.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            raise ValueError(f"{key!r} is a {type(value).__name__}, which the checkpoint cannot hold") from error
-    return json.dumps(values)

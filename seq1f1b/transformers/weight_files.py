@@ -6,10 +6,10 @@ import copy
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from seq1f1b.files import parse_json
@@ -18,63 +18,32 @@ __all__: list[str] = []
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
 
 
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor in a file."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class WeightFiles:
-    """The tensors of a folder's safetensors files, by name; the constructor reads the files' headers alone.
+    """The tensors of a folder's safetensors files; the constructor reads the files' headers alone.
 
+    Attributes:
+        tensors: name -> a tensor on the meta device, with the shape and dtype of the file's.
+        paths: name -> the file.
     Raises:
-        ValueError: the folder holds no safetensors, lacks a file named in the index, or a file is damaged.
+        ValueError: the folder holds no safetensors, lacks a file named in the index, or a file is damaged or quantized.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.places: dict[str, TensorPlace] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.paths: dict[str, str] = {}
         for path in weight_paths(folder):
-            self.places |= places_of(path)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.places[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Returns a tensor's dtype. Raises ValueError for a dtype found in quantized models only."""
-        place = self.places[name]
-        if place.dtype not in _DTYPES:
-            raise ValueError(f"{name!r} in {place.file} is of dtype {place.dtype}, must be one of {', '.join(_DTYPES)}")
-        return _DTYPES[place.dtype]
+            found = header_of(path)
+            self.tensors |= found
+            self.paths |= dict.fromkeys(found, path)
 
     def read(self, name: str) -> Tensor:
-        out = torch.empty(self.shape(name), dtype=self.dtype(name), device="cpu")
-        self.read_into(name, out)
-        return out
-
-    @torch.no_grad()
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Reads rows of a tensor from ``first_row`` on, to fill ``out``, which may have another dtype or device."""
-        self.dtype(name)
-        with _opened(self.places[name].file) as file:  # a file of its own for each tensor: mapped bytes count as memory
-            part = file.get_slice(name)
-            out.copy_(part[first_row : first_row + len(out)] if out.dim() else file.get_tensor(name))
-
-    def equal(self, name: str, other: str) -> bool:
-        """Returns whether two tensors hold equal bytes."""
-        if (self.dtype(name), self.shape(name)) != (self.dtype(other), self.shape(other)):
-            return False
-        return torch.equal(self.read(name).view(torch.uint8), self.read(other).view(torch.uint8))
+        """Returns a view of the mapped file, whose rows are read when they are used."""
+        with _opened(self.paths[name]) as file:  # a file of its own for each tensor: mapped bytes count as memory
+            return file.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def _opened(path: str) -> Any:
@@ -86,20 +55,18 @@ def _opened(path: str) -> Any:
 def weight_paths(folder: str) -> list[str]:
     """Returns the paths of a folder's safetensors files with weights. Raises ValueError as :class:`WeightFiles`."""
     index = os.path.join(folder, INDEX)
-    if os.path.isfile(os.path.join(folder, SINGLE)) or not os.path.isfile(index):
-        names = [name for name in sorted(os.listdir(folder)) if IS_SHARD.fullmatch(name)]
-        names = [SINGLE] if SINGLE in names else names
-        if not names:
-            raise ValueError(
-                f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Of other files a rank cannot read "
-                f"a part: write safetensors, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
-            )
-    else:
+    if os.path.isfile(os.path.join(folder, SINGLE)):
+        names = [SINGLE]
+    elif os.path.isfile(index):
         names = _indexed(index)
+    else:
+        raise ValueError(
+            f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Of other files a rank cannot read a "
+            f"part: write safetensors, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
+        )
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
-        by = index if os.path.isfile(index) else folder
-        raise ValueError(f"{by} names {some(missing)}, which {folder} does not hold: copy or download them")
+        raise ValueError(f"{index} names {some(missing)}, which {folder} does not hold: copy or download them")
     return [os.path.join(folder, name) for name in names]
 
 
@@ -109,32 +76,34 @@ def _indexed(index: str) -> list[str]:
         with open(index, encoding="utf-8") as file:
             read = parse_json(file.read())
         if not isinstance(read, dict) or not isinstance(read.get("weight_map"), dict):
-            raise ValueError('it must be an object with a "weight_map", an object of tensors\' names and their files')
+            raise ValueError('it must be an object with a "weight_map", an object')
         for tensor, name in read["weight_map"].items():
             if not isinstance(name, str) or not _IN_FOLDER.fullmatch(name) or {".", ".."} & set(name.split("/")):
-                raise ValueError(f"{tensor!r:.80} lies in {name!r:.80}, must be the name of a file in this folder")
+                raise ValueError(f"{tensor!r:.80} lies in {name!r:.80}, must be a file in this folder")
     except ValueError as error:
         raise ValueError(f"{index} is no index of weights: {error}") from error
     return sorted(set(read["weight_map"].values()))
 
 
-def places_of(path: str) -> dict[str, TensorPlace]:
-    """Returns the tensors of a safetensors file, by name. Raises ValueError for a damaged file."""
+def header_of(path: str) -> dict[str, Tensor]:
+    """Returns a safetensors file's tensors by name, on the meta device; refuses damaged and quantized ones."""
     from safetensors import SafetensorError
 
     try:
         with _opened(path) as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-            return {n: TensorPlace(path, part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()}
+            found = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
-        size = os.path.getsize(path)
-        raise ValueError(f"{path} is no whole safetensors file: {error} (it has {size} bytes)") from error
+        raise ValueError(f"{path} is no whole safetensors file ({os.path.getsize(path)} bytes): {error}") from error
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and tensor.itemsize < 2:
+            raise ValueError(f"{name!r} in {path} is of dtype {tensor.dtype}, as of a quantized model: dequantize it")
+    return found
 
 
 # -- the names of a model and those of its files -----------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """The tensors in the files from which one or several parameters or buffers are made.
 
@@ -147,17 +116,31 @@ class Source:
     converter: Any = None
     parts: list[tuple[str, str]] = field(default_factory=list)
 
-    def convert(self, files: WeightFiles, model: Any) -> dict[str, Tensor]:
+    def read(self, files: WeightFiles, model: Any) -> dict[str, Tensor]:
+        """Returns the model's tensors by name."""
+        if self.converter is None:
+            return {self.target: files.read(self.parts[0][1])}
         mapping = copy.deepcopy(self.converter)
         for pattern, name in self.parts:
-            mapping.add_tensor(self.target, name, pattern, lambda name=name: files.read(name))
+            mapping.add_tensor(self.target, name, pattern, partial(files.read, name))
         made = mapping.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def check_shape(self, files: WeightFiles, shape: Collection[int]) -> None:
+        """Raises ValueError if the files have another shape; tensors to be converted are checked when they are read."""
+        if self.converter is None:
+            check_shape(files.folder, self.target, shape, files.tensors[self.parts[0][1]].shape)
 
-def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Source], list[str]]:
+
+def find_sources(
+    files: WeightFiles, model: Any, state: Mapping[str, Any], parameters: Iterable[tuple[str, Any]]
+) -> tuple[dict[str, Source], list[str]]:
     """Finds the source of each tensor of a state in the files, with transformers' renaming rules for loading.
 
+    All names of a shared parameter have a source if the files hold one of them.
+
+    Args:
+        parameters: those of the state by all their names.
     Returns:
         the sources by name, and the names in the files that belong to no tensor of the state.
     """
@@ -171,7 +154,7 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
     prefix: str = model.base_model_prefix
     found: dict[str, Source] = {}
     extra = []
-    for name in sorted(files.places, key=dot_natural_key):
+    for name in sorted(files.tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
@@ -187,25 +170,20 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
             source = Source(target, converter)
         source.parts.append((pattern or name, name))
         found |= dict.fromkeys(targets, source)
-    return found, extra
-
-
-def share_sources(sources: dict[str, Source], parameters: Iterable[tuple[str, Any]]) -> dict[str, Source]:
-    """Adds sources for all names of a shared parameter, each the source of the first name found in the files."""
     names: dict[int, list[str]] = {}
     for name, parameter in parameters:
         names.setdefault(id(parameter), []).append(name)
     for several in names.values():
-        source = next((sources[name] for name in several if name in sources), None)
-        if source is not None:
-            sources |= {name: source for name in several if name not in sources}
-    return sources
+        source = next((found[name] for name in several if name in found), None)
+        if source is not None and source.converter is None:
+            found |= {name: replace(source, target=name) for name in several if name not in found}
+    return found, extra
 
 
-def check_shape(folder: str, name: str, own: Tensor, found: Collection[int] | None) -> None:
-    if found is None or tuple(found) != tuple(own.shape):
+def check_shape(folder: str, name: str, own: Collection[int], found: Collection[int] | None) -> None:
+    if found is None or tuple(found) != tuple(own):
         has = "lacks it" if found is None else f"has it in shape {tuple(found)}"
-        raise ValueError(f"this rank needs {name!r} in shape {tuple(own.shape)}, the checkpoint in {folder} {has}")
+        raise ValueError(f"this rank needs {name!r} in shape {tuple(own)}, the checkpoint in {folder} {has}")
 
 
 def some(names: Collection[str]) -> str:

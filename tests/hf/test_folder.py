@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,28 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-import test_transformers  # noqa: E402
+from decoders import build  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from test_transformers import ARCHITECTURES, GROUPED, loss_fn  # noqa: E402
+from test_transformers import loss_fn  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 from seq1f1b.transformers.weight_files import WeightFiles  # noqa: E402
 
-COMMON: dict[str, Any] = {**test_transformers.COMMON, **GROUPED, "vocab_size": 67, "initializer_range": 0.02}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma2": {"sliding_window": 6, "head_dim": 16},  # tied
-    "gpt2": ARCHITECTURES["gpt2"],  # tied, and a prefix that files may leave out
-    "modernbert-decoder": {"cls_token_id": 1, "sep_token_id": 2},  # initializes its head from above
-    "mixtral": {"num_local_experts": 4},  # its experts are one tensor in memory, and many in files
-    "deepseek_v3": ARCHITECTURES["deepseek_v3"],  # has a buffer in its files, and weights that stay in float32
-    "gemma3n_text": {  # has buffers that files lack, lists of layers that are no layers, and shares keys over stages
-        "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 67, "laurel_rank": 8, "head_dim": 8, "initializer_range": 0.2,
-    },
-}  # fmt: skip
+MODELS = [
+    "llama",
+    "gemma2",  # tied
+    "gpt2",  # tied, and a prefix that files may leave out
+    "modernbert-decoder",  # initializes its head from above
+    "mixtral",  # its experts are one tensor in memory, and many in files
+    "deepseek_v3",  # has a buffer in its files, and weights that stay in float32
+    "gemma3n_text",  # has buffers that files lack, lists of layers that are no layers, and shares keys over stages
+]
 
 
 def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, shards: str = "5GB", **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[name](**{**COMMON, **MODELS[name], **options})
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model = build(name, dtype, **{"vocab_size": 67, "initializer_range": 0.02, **options})
     model.save_pretrained(folder, max_shard_size=shards)
     return model
 
@@ -145,24 +138,12 @@ def test_a_name_in_the_cache_of_the_hub(tmp_path, monkeypatch):
         pipeline_stage("someone/else", 1, 2)
 
 
-def test_memory_of_another_dtype(tmp_path):
-    model = write(tmp_path, "llama")
-    stage = pipeline_stage(tmp_path, 0, 2, dtype="float64")
-    assert all(torch.equal(p, model.get_parameter(name).double()) for name, p in stage.named_parameters())
-
-
-def test_a_tied_model_without_memory_stays_tied(tmp_path):
-    """On one rank, and where its vocabulary lies on all."""
-    for options in ({}, {"vocabulary": "ranks"}):
-        with torch.device("meta"):
-            config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=True)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        stage = pipeline_stage(model, 0, 1, **options)
-        stage.materialize()
-        if stage.embedding is None:
-            assert stage.get_parameter("lm_head.weight") is stage.get_parameter("model.embed_tokens.weight")
-        else:
-            assert stage.head.layer.weight is stage.embedding.layer.weight
+def test_a_tied_model_without_memory_stays_tied():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(build("llama", tie_word_embeddings=True).config)
+    stage = pipeline_stage(model, 0, 1, vocabulary="ranks")
+    stage.materialize()
+    assert stage.head.layer.weight is stage.embedding.layer.weight
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -193,11 +174,6 @@ def tensors(drop: str = "", **others: Tensor) -> Callable[[Path], None]:
     return do
 
 
-def to_bin(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    os.remove(folder / "model.safetensors")
-
-
 def cut_off(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -215,17 +191,15 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a broken config": (replace("config.json", b"{"), "config.json is not understood"),
     "an unknown type": (change("config.json", model_type="no_such_model"), "config.json is not understood"),
     "an encoder-decoder": (change("config.json", model_type="t5"), "holds a t5, which has no ...ForCausalLM"),
-    "no language model": (change("config.json", model_type="vit"), "holds a vit, which has no ...ForCausalLM"),
     "quantized": (
         change("config.json", quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\), which a stage neither reads nor trains",
     ),
-    "no weights": (remove("model.safetensors"), "holds no weights: there is neither model.safetensors nor"),
-    "a .bin file": (to_bin, "holds no weights: .* write safetensors, by AutoModelForCausalLM"),
-    "a file that ends early": (cut_off, r"is no whole safetensors file: .* not fully covered \(it has \d"),
+    "no weights": (remove("model.safetensors"), "holds no weights: .* write safetensors, by AutoModelForCausalLM"),
+    "a file that ends early": (cut_off, r"is no whole safetensors file \(\d+ bytes\): .* not fully covered"),
     "a missing weight": (
         tensors(drop="layers.2.mlp"),
-        r"lacks 3 of the 30 weights of LlamaForCausalLM: model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate",
+        r"lacks 3 of the 39 weights of LlamaForCausalLM: model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate",
     ),
     "another weight": (
         tensors(**{"score.weight": torch.ones(2)}),
@@ -237,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another dtype": (
         tensors(drop="embed_tokens", **{"model.embed_tokens.weight": torch.ones(67, 32).to(torch.float8_e4m3fn)}),
-        "'model.embed_tokens.weight' in .* is of dtype F8_E4M3, must be one of F64",
+        "'model.embed_tokens.weight' in .* is of dtype torch.float8_e4m3fn, as of a quantized model",
     ),
     "an index without its file": (
         lose_a_file,
@@ -251,7 +225,7 @@ def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
     write(tmp_path, "llama")
     spoil, text = REFUSED[what]
     spoil(tmp_path)
-    monkeypatch.setattr(WeightFiles, "read_into", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(WeightFiles, "read", lambda *_: pytest.fail("weights were read"))
     for rank in range(2):  # alike on all ranks
         with pytest.raises(ValueError, match=text):
             pipeline_stage(tmp_path, rank, 2)
@@ -263,8 +237,7 @@ def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
         (2, 2, {}, "rank is 2, must be from 0 to num_ranks - 1 = 1"),
         (-1, 2, {}, "rank is -1, must be"),
         (0, 0, {}, "rank is 0, must be"),
-        (0, 4, {}, "3 layers do not fill 4 stages"),
-        (0, 4, {"balance": "time"}, "3 layers do not fill 4 stages"),
+        (0, 5, {}, "4 layers do not fill 5 stages"),
         (0, 2, {"balance": "speed"}, "balance is 'speed', must be 'count', 'time', or the layers of each stage"),
         (0, 2, {"balance": [1, 1]}, r"balance is \[1, 1\], must be 2 counts"),
         (0, 2, {"balance": "time", "seq_len": 0}, "seq_len is 0, must be at least 1"),
@@ -291,28 +264,6 @@ def test_a_file_and_options_of_a_folder(tmp_path):
 # -- the memory of a rank ----------------------------------------------------------------------------------------------
 
 
-def write_shards(folder: Path, config: Any) -> int:
-    """A checkpoint of random weights, one file per layer; never more than a layer of it is in memory."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        groups.setdefault(".".join(name.split(".")[:3]), {})[name] = parameter
-    folder.mkdir()
-    config.save_pretrained(folder)
-    weight_map, generator = {}, torch.Generator().manual_seed(0)
-    for i, group in enumerate(groups.values()):
-        file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {n: torch.ones(p.shape, dtype=p.dtype) for n, p in group.items()}
-        for tensor in tensors.values():
-            if tensor.dim() > 1:
-                tensor.uniform_(-0.02, 0.02, generator=generator)
-        save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(group, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return sum(p.numel() for p in model.parameters())
-
-
 def resident(peak: bool = False) -> int:
     field = "VmHWM:" if peak else "VmRSS:"
     with open("/proc/self/status", encoding="ascii") as file:
@@ -327,25 +278,20 @@ def forget_the_peak() -> None:
 def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures: Path) -> None:
     """Growth of what is resident in this process at its peak, over the bytes of its own stage."""
 
-    def run(source: Path) -> dict[str, float]:
+    def run(source: Path) -> tuple[float, float]:
         forget_the_peak()
         before = resident()
         stage = pipeline_stage(source, rank, world)
         share = sum(p.nbytes for p in stage.parameters())
-        found: dict[str, float] = {"share": share, "load": (resident(peak=True) - before) / share}
+        found = share, (resident(peak=True) - before) / share
         engine = engine_of(stage, None, num_segments=2)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
         tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
-        losses = engine.step(tokens, target=seq1f1b.shift_labels(tokens))
+        engine.step(tokens, target=seq1f1b.shift_labels(tokens))
         optimizer.step()
-        optimizer.zero_grad()
-        found["step"] = (resident(peak=True) - before) / share
-        forget_the_peak()
-        before = resident()
         save_pretrained(engine, source / "after")
-        found["save"] = (resident(peak=True) - before) / share
         engine.close()
-        return found | {"loss": float(torch.stack(losses).mean())} if losses else found
+        return found
 
     give_back_what_is_freed()
     run(warm)  # imports what a load needs, and fills what is kept: not the folder's share
@@ -355,16 +301,17 @@ def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc of Linux")
 def test_a_rank_takes_the_memory_of_its_own_stage(tmp_path):
     """108 M parameters in bfloat16."""
-    config = {**COMMON, "vocab_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
-    write_shards(tmp_path / "warm", transformers.LlamaConfig(**{**config, "hidden_size": 64, "intermediate_size": 64}))
-    large = transformers.LlamaConfig(**{**config, "hidden_size": 1280, "intermediate_size": 5120})
-    count = write_shards(tmp_path / "large", large)
+    config = {"vocab_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2}
+    for name, hidden, intermediate in (("warm", 64, 64), ("large", 1280, 5120)):
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "initializer_range": 0.02}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, **sizes)).bfloat16()
+        model.save_pretrained(tmp_path / name, max_shard_size="50MB")
     run_processes(2, load_train_and_save, tmp_path / "warm", tmp_path / "large", tmp_path)
-    found: list[dict[str, float]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert sum(rank["share"] for rank in found) == 2 * count
-    assert max(rank["load"] for rank in found) < 1.15, found
+    shares, peaks = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True)
+    assert sum(shares) == 2 * model.num_parameters()
+    assert max(peaks) < 1.15, peaks
     before, after = (WeightFiles(str(folder)) for folder in (tmp_path / "large", tmp_path / "large" / "after"))
-    assert before.places.keys() == after.places.keys()
+    assert before.tensors.keys() == after.tensors.keys()
     name = "model.layers.3.mlp.up_proj.weight"
     assert 0 < float((after.read(name).float() - before.read(name).float()).abs().max()) < 0.1  # one step apart
 
@@ -375,22 +322,13 @@ def test_a_rank_takes_the_memory_of_its_own_stage(tmp_path):
 SHARD = "model-00001-of-00001.safetensors"
 
 
-def write_file(file: Path, header: Any, data: bytes) -> None:
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def entry(shape: list[int], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model in one shard, and a file beside its folder that is none of its business."""
     (tmp_path / "model" / "part").mkdir(parents=True)
-    write_file(tmp_path / "private.safetensors", {"s": entry([2], 0, 8)}, struct.pack("<2f", 1.5, 2.5))
+    save_file({"s": torch.tensor([1.5, 2.5])}, tmp_path / "private.safetensors")
     for name in (SHARD, f"part/{SHARD}"):
-        write_file(tmp_path / "model" / name, {"w": entry([2], 0, 8)}, struct.pack("<2f", 3.5, 4.5))
+        save_file({"w": torch.tensor([3.5, 4.5])}, tmp_path / "model" / name)
     return tmp_path / "model"
 
 
@@ -400,24 +338,16 @@ def put_index(folder: Path, index: Any) -> None:
 
 
 NAMES = {
-    "a parent": "../private.safetensors",
     "a parent further in": "part/../../private.safetensors",
-    "its own parent": "../model/" + SHARD,
     "an absolute path": "/etc/passwd",
     "backslashes": "..\\private.safetensors",
     "a byte that ends texts in C": SHARD + "\0",
-    "nothing": "",
     "the folder": ".",
-    "a folder": "part/",
-    "null": None,
     "a list": [SHARD],
 }
 INDEXES = {
-    "a list": [],
-    "no map": {"metadata": {}},
     "a map that is a list": {"weight_map": [SHARD]},
     "nested too deep": '{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}",
-    "a number of many digits": '{"weight_map": {"w": ' + "9" * 10_000 + "}}",
     "half a text": '{"weight_map": {"w": "mod',
 } | {f"a file that is {what}": {"weight_map": {"w": name}} for what, name in NAMES.items()}
 
@@ -429,7 +359,7 @@ def test_an_index_names_files_of_its_folder(folder, what):
         WeightFiles(str(folder))
 
 
-@pytest.mark.parametrize("name", ["absent.safetensors", "part", "\ud800.safetensors", "²", "9" * 5000])
+@pytest.mark.parametrize("name", ["absent.safetensors", "part", "\ud800.safetensors", "9" * 5000])
 def test_a_file_that_is_not_there_is_named(folder, name):
     put_index(folder, {"weight_map": {"w": name}})
     with pytest.raises(ValueError, match=r"index\.json names .* does not hold: copy or download"):
@@ -442,10 +372,3 @@ def test_files_in_the_folder_and_links_of_a_cache_are_read(folder):
     put_index(folder, {"weight_map": index})
     files = WeightFiles(str(folder))
     assert files.read("w").tolist() == [3.5, 4.5] and files.read("s").tolist() == [1.5, 2.5]
-
-
-def test_a_link_to_nothing_is_named(folder):
-    os.remove(folder / SHARD)
-    os.symlink("../blobs/gone", folder / SHARD)
-    with pytest.raises(ValueError, match=f"names {SHARD}, which .* does not hold: copy or download"):
-        WeightFiles(str(folder))
