@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 
 from seq1f1b.attention.causal import causal_attention, positions
 from seq1f1b.attention.unit import current
-from seq1f1b.transformers.look import AttentionLook, current_record
+from seq1f1b.transformers.look import Mask, current_record
 
 __all__ = ["NAME", "attention", "no_mask", "refuse_dropout"]
 
@@ -53,16 +53,18 @@ def attention(
     """
     if attention_mask is not None and attention_mask.numel() == 0:
         attention_mask = None
-    for name, text in (("position_bias", "a position bias"), ("cache", "a paged cache")):
+    for name in ("position_bias", "cache"):  # a paged cache
         if others.get(name) is not None:
-            _refuse(f"{text} ({name})", _OTHER)
+            _refuse(name, _OTHER)
     if getattr(module, "all_are_chosen", False):
         others.pop("indices", None)
     layer: Any = getattr(module, "seq1f1b_layer", None)
     chunk: Any = None
-    if isinstance(layer, AttentionLook):
-        layer.note(sliding_window, attention_mask, dropout, others)
-        attention_mask, sliding_window, dropout, layer = None, layer.window, 0.0, layer.index
+    record = current_record()
+    if record is not None and record.looked_at is not None:
+        layer = module.layer_idx
+        sliding_window = record.note(layer, sliding_window, attention_mask, dropout, others).window
+        attention_mask, dropout = None, 0.0
     elif layer is None:  # uncut; compiled code that reads layer_idx serves one layer only
         layer, chunk = _layer_of(module, sliding_window)
     else:
@@ -76,10 +78,8 @@ def attention(
     if others.get("output_attentions"):
         _refuse("output_attentions: it never forms the weights", "leave it off")
     if key.shape[2] != query.shape[2]:
-        _refuse(
-            f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
-            "set use_cache=False, or generate with another attn_implementation",
-        )
+        what = f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)"
+        _refuse(what, "set use_cache=False, or generate with another attn_implementation")
     doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
     query = _with_temperature(module, query, doc_ids)
     if chunk is not None:
@@ -92,11 +92,8 @@ def attention(
 
 
 def no_mask(x: Tensor) -> Tensor:
-    """Returns an empty mask to replace None: without a mask, the model would take siblings in one unit, whose positions
-    restart, for packed documents; and attention that slices the mask for an indexer cannot slice None.
-
-    Args:
-        x: (batch, ...).
+    """Returns an empty mask for a batch, to replace None: without a mask, the model would take siblings in one unit,
+    whose positions restart, for packed documents; and attention that slices the mask cannot slice None.
     """
     return torch.empty(x.shape[0], 1, 1, 0, dtype=torch.int32, device=x.device)
 
@@ -129,10 +126,7 @@ def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Ten
 
 
 def _layer_of(module: Any, window: int | None) -> tuple[int, int | None]:
-    """Returns the layer index and the chunk length of an attention in an uncut model.
-
-    Raises ValueError for a sliding layer without a window.
-    """
+    """Returns the layer index and the chunk length of an attention in an uncut model; refuses a missing window."""
     index: int | None = getattr(module, "layer_idx", None)
     if index is None:
         _refuse(f"{type(module).__name__}, which has no layer_idx", _OTHER)
@@ -140,9 +134,7 @@ def _layer_of(module: Any, window: int | None) -> tuple[int, int | None]:
     types: Any = getattr(config, "layer_types", None)
     slides = types[index] == "sliding_attention" if types else _sliding.get(id(config)) is config is not None
     if slides and window is None:
-        _refuse(
-            "a sliding window that the model tells its mask only", "cut the model by pipeline_stage, which finds it"
-        )
+        _refuse("a sliding window that the model tells its mask only", "cut the model by pipeline_stage")
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     return index, chunk if types is None or types[index] == "chunked_attention" else None
 
@@ -151,9 +143,7 @@ _sliding: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Configs without layer_types whose models asked for a mask with a window, by id: they have no hash."""
 
 _OTHER = "run the model whole, with another attn_implementation"
-_ABOUT_PADDING = (
-    "pad on the right, where causal attention does not see it, give padding the label -100 and leave attention_mask out"
-)
+_ABOUT_PADDING = "pad on the right, with the label -100, and leave attention_mask out"
 
 
 def _no_mask(
@@ -176,27 +166,24 @@ def _no_mask(
     if mask_function is bidirectional_mask_function:
         _refuse("a mask that is not causal", _OTHER)
     if not allow_is_causal_skip and _is_compiled():  # transformers then assumes packed documents
-        _refuse(
-            "torch.compile around a whole model or stage",
-            "compile each layer of its list of layers instead, by layer.compile()",
-        )
+        _refuse("torch.compile around a whole model or stage", "compile each of its layers, by layer.compile()")
     if not allow_is_causal_skip and "indexed_attention" not in (getattr(config, "layer_types", None) or ()):
-        _refuse(
-            "a mask of the model's own over the causal one, or position_ids of packed documents",
-            "pass the documents' doc_ids to a stage of pipeline_stage",
-        )
+        what = "a mask of the model's own over the causal one, or position_ids of packed documents"
+        _refuse(what, "pass the documents' doc_ids to a stage of pipeline_stage")
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     if local_size is None and mask_function is not causal_mask_function:
         _refuse("a mask that is not causal", _OTHER)
     if local_size is not None and sizes.count(local_size) != 1:
         _refuse(f"a mask of {local_size} tokens, where the config's window and chunks are of {sizes}", _OTHER)
     window, chunk = (None, local_size) if local_size == sizes[1] else (local_size, None)
-    record = None if torch.compiler.is_compiling() else current_record()
     if window is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
         _sliding[id(config)] = config
+    record = current_record()
     if record is None:
         return None
-    return record.make_mask((batch_size, 1, q_length, kv_length), window, chunk, dtype, device)
+    placeholder = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
+    record.masks.append((placeholder, Mask(window, chunk)))
+    return placeholder
 
 
 def _is_compiled() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from seq1f1b.partition import balanced
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time
 from seq1f1b.transformers.layers import (
-    attentions_of,
     check_adapters,
     check_config,
     copy_config,
@@ -29,14 +28,13 @@ from seq1f1b.transformers.look import (
     HIDDEN,
     TOKENS,
     WITHOUT_EFFECT,
-    Call,
     Mask,
     Probe,
     Record,
     RecordedModel,
+    attentions_of,
     cannot,
     difference,
-    look_at_layer,
     recording,
     run_sample,
     tokens_of,
@@ -96,9 +94,8 @@ def pipeline_stage(
         dtype: for a folder: dtype of the weights; by default the config's, as in ``from_pretrained``.
         device: for a folder: device of the stage; by default the CPU.
     Raises:
-        ValueError: the model breaks the library's conventions, or contains a module that cannot run by segments; the
-            message names the module. A folder lacks a file or a weight, holds unknown weights, or holds a quantized
-            model. All ranks raise the error, before reading weights.
+        ValueError: the model, named by the message, cannot run by segments. A folder lacks a file or a weight, or holds
+            unknown weights or a quantized model. All ranks raise the error, before reading weights.
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
@@ -112,8 +109,13 @@ def pipeline_stage(
             return made
     if dtype is not None or device is not None:
         raise ValueError("dtype= and device= are for a folder: a model has both already")
-    base, adapted = _base_of(model, num_ranks)
-    copy_config(base if adapted is None else adapted)
+    peft, adapted, base = sys.modules.get("peft"), None, model  # a peft model exists only after an import of peft
+    if peft is not None and isinstance(model, peft.PeftModel):
+        check_adapters(model, num_ranks)
+        adapted, base = model, model.get_base_model()
+    if not isinstance(base, transformers.PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel, a PeftModel or a folder, got {type(base).__name__}")
+    copy_config(model)
     made = _cut(base, rank, num_ranks, balance, seq_len, vocabulary)
     if adapted is not None:  # the adapters' model, around this stage's part of the base model
         around, tuner = shallow(adapted), shallow(adapted.base_model)
@@ -129,7 +131,7 @@ def _cut(
     adapt(model)
     path, layers = find_layers(model)
     compute_buffers(model, path)
-    has_attention = switch_attention(model, layers)
+    switch_attention(model, layers)
     whole = run_sample(model, path, layers)
     cuts = [0, *accumulate(_counts(whole, num_ranks, balance, seq_len, vocabulary))]
     own = range(cuts[rank], cuts[rank + 1])
@@ -148,35 +150,16 @@ def _cut(
     part, left_out = make_part(whole, rank, stage_of, tied, shards, (entry, exit))
 
     has_memory = not all(p.is_meta for p in model.parameters())
-    made = CausalLMStage(
-        part,
-        whole.decoder,
-        (entry, exit),
-        own_copies(model, part, rank, tied),
-        shards,
-        options=whole.options,
-        takes_positions=has_attention or whole.takes_positions,
-        elsewhere={} if has_memory else {name: model.get_submodule(name) for name in left_out},
-    )
-    made.pipeline_place = rank, num_ranks
-    made.dropout = _compare_stage(whole, made, own)
+    elsewhere = {} if has_memory else {name: model.get_submodule(name) for name in left_out}
+    copies = own_copies(model, part, rank, tied)
+    made = CausalLMStage(part, whole, (rank, num_ranks), (entry, exit), copies, shards, elsewhere)
+    try:
+        _compare_stage(whole, made, own)
+        carry_states(made.causal_lm)
+    except (ValueError, *ERRORS) as error:
+        raise ValueError(f"{cannot(model)}: {with_remedy(str(error))}") from error
     made.train(model.training)
     return made
-
-
-def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, Any]:
-    """Returns the transformers model, and the peft model around it or None."""
-    peft, adapted = sys.modules.get("peft"), None  # a peft model exists only after an import of peft
-    if peft is not None and isinstance(model, peft.PeftModel):
-        adapted = model
-        check_adapters(adapted, num_ranks)
-        model = adapted.get_base_model()
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(
-            "model must be a transformers.PreTrainedModel, a peft.PeftModel or the folder of one, "
-            f"got {type(model).__name__}"
-        )
-    return model, adapted
 
 
 def _counts(
@@ -196,49 +179,28 @@ def _counts(
     if isinstance(balance, str):
         raise ValueError(f"balance is {balance!r}, must be 'count', 'time', or the layers of each stage")
     if len(balance) != num_stages or sum(balance) != len(layers) or min(balance) < 1:
-        raise ValueError(
-            f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {len(layers)}, none below 1"
-        )
+        raise ValueError(f"balance is {list(balance)}, must be {num_stages} counts above 0 with sum {len(layers)}")
     return balance
 
 
-def _limits(call: Call) -> tuple[int | None, int | None]:
+def _limits(given: dict[str, Any]) -> tuple[int | None, int | None]:
     """Returns window and chunk of a layer's mask."""
-    masks = [value for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)]
-    return (masks[0].window, masks[0].chunk) if masks else (None, None)
+    masks = (value for value in pytree.tree_leaves(given) if isinstance(value, Mask))
+    mask = next(masks, Mask(None, None))
+    return mask.window, mask.chunk
 
 
 # -- a stage beside the whole model ------------------------------------------------------------------------------------
 
 
-def _compare_stage(whole: RecordedModel, stage: CausalLMStage, own: range) -> float:
-    """Compares a stage with the whole model, and prepares attentions and mixers; returns attention dropout in training.
+def _compare_stage(whole: RecordedModel, stage: CausalLMStage, own: range) -> None:
+    """Runs a twin of the stage without the layers ``own`` on the segments of the sample, and looks at their attentions.
 
-    Args:
-        own: indices of the stage's layers.
     Raises:
-        ValueError: the stage, or a layer, computes other values in segments than in the whole model.
+        ValueError: the stage, or a layer, gets or returns other values than in the whole model.
     """
-    model, layers = whole.model, stage.causal_lm.get_submodule(whole.path)
-    own_layers = {i: layers.get_submodule(str(i)) for i in own}
-    try:
-        _compare_segments(whole, stage, own_layers)
-    except (ValueError, *ERRORS) as error:
-        text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
-        raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from error
-    carry_states(stage.causal_lm)
-    dropout = 0.0
-    for i, layer in own_layers.items():
-        try:
-            attentions = attentions_of(layer)
-            dropout = max(dropout, look_at_layer(layer, attentions, i, whole) if attentions else 0.0)
-        except ValueError as error:
-            raise ValueError(f"{cannot(model)}: layer {i}: {with_remedy(str(error))}") from error
-    return dropout
-
-
-def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
-    """Runs a twin of the stage without layers on the segments of the sample; raises ValueError if results differ."""
+    every = stage.causal_lm.get_submodule(whole.path)
+    layers = {i: every.get_submodule(str(i)) for i in own}
     entry, exit = stage.ends
     first = tokens_of(whole.model) if stage.embedding is None else whole.embedded
     message = Message(0) if entry is None else entry.message
@@ -248,7 +210,7 @@ def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mappin
     head = whole.model.get_output_embeddings() if exit is None and stage.head is not None and not no_head else None
     for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
         record = Record(outputs=whole.outputs)
-        instead: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in layers.items()}
+        instead: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record, True) for i, layer in layers.items()}
         instead |= {module: module for module in (entry, exit) if module is not None}
         if stage.head is None and exit is None:
             instead |= without_head(stage.causal_lm)
@@ -261,7 +223,7 @@ def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mappin
             outs.append(out if head is None else head(out))
         parts.append(record)
     for i in layers:
-        wanted, found = whole.calls[i].given, [part.calls[i].given if i in part.calls else {} for part in parts]
+        wanted, found = whole.calls[i], [part.calls.get(i, {}) for part in parts]
         for name in dict.fromkeys(name for given in (wanted, *found) for name in given):
             problem = difference(wanted.get(name), [given.get(name) for given in found])
             if problem and not (name in WITHOUT_EFFECT and wanted.get(name) is None):
@@ -270,7 +232,8 @@ def _compare_segments(whole: RecordedModel, stage: CausalLMStage, layers: Mappin
     kind, want = ("logits", whole.logits) if exit is None else (HIDDEN, message_of(exit.message, whole))
     problem = difference(want, outs)
     if problem:
-        raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
+        raise ValueError(f"the stage's {kind} are not those of the whole model: {problem}")
+    stage.dropout = max(part.dropout for part in parts)
 
 
 _BACKWARD_OF_ATTENTION = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
@@ -293,17 +256,13 @@ def layer_work(
     work = []
     for layer, (window, chunk) in zip(layers, limits, strict=True):
         length = min(seq_len, chunk or seq_len)
-        in_layer = any(p.requires_grad for p in layer.parameters())
-        passes = 1.0 + (trained or in_layer)
-        matrices = [(name, p) for name, p in layer.named_parameters() if p.dim() >= 2]
-        of_weights = sum(_products(name, p, layer, config) * (passes + p.requires_grad) for name, p in matrices)
-        attended = _attended(layer, config, min(length, window or length), length) * (
-            1 + _BACKWARD_OF_ATTENTION * (trained or in_layer)
-        )
-        work.append(of_weights + attended)
-        trained = trained or in_layer
-    weight = head.weight
-    return work, 2.0 * weight.numel() * (1.0 + trained + weight.requires_grad)
+        trained = trained or any(p.requires_grad for p in layer.parameters())
+        of_attention = _attended(layer, config, min(length, window or length), length)
+        work.append(of_attention * (1 + _BACKWARD_OF_ATTENTION * trained))
+        for name, p in layer.named_parameters():
+            if p.dim() >= 2:
+                work[-1] += _products(name, p, layer, config) * (1.0 + trained + p.requires_grad)
+    return work, 2.0 * head.weight.numel() * (1.0 + trained + head.weight.requires_grad)
 
 
 def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> float:
@@ -321,10 +280,9 @@ def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> fl
 
 def _attended(layer: nn.Module, config: Any, window: int, seq_len: int) -> float:
     """Returns the operations of attention in one forward, per token, averaged over a sequence."""
-    found: list[Any] = [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    if not found:
+    attention: Any = next(iter(attentions_of(layer)), None)
+    if attention is None:
         return 0.0
-    attention = found[0]
     heads = getattr(config, "num_attention_heads", 1)
     size = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     of_keys: int = getattr(attention, "qk_head_dim", None) or size

@@ -25,24 +25,16 @@ one_at_a_time = threading.RLock()  # ranks may be threads, and building a model 
 
 
 def compute_buffers(model: Any, layers: str) -> None:
-    """Computes the buffers outside of the layers of a model without memory; the cut reads these values.
-
-    Args:
-        layers: name of the list of layers.
-    """
-    places = [
-        (module, name, buffer)
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and not path.startswith(f"{layers}.")
-    ]
-    made = [torch.empty_like(buffer, device="cpu") for _, _, buffer in places]
-    for (module, name, _), new in zip(places, made, strict=True):
-        module._buffers[name] = new
-    unknown = {id(tensor) for tensor in _fill(model, made)}
-    for (module, name, old), new in zip(places, made, strict=True):
-        if id(new) in unknown:
-            module._buffers[name] = old
+    """Computes the buffers outside of the list ``layers`` of a model without memory; the cut reads these values."""
+    olds: dict[Tensor, Tensor] = {}  # new tensor -> the one without memory
+    for path, module in model.named_modules():
+        for name, old in module._buffers.items():
+            if old is not None and old.is_meta and not path.startswith(f"{layers}."):
+                module._buffers[name] = new = torch.empty_like(old, device="cpu")
+                olds[new] = old
+    unknown = set(_fill(model, list(olds)))
+    for module in model.modules():
+        module._buffers.update({name: olds[new] for name, new in module._buffers.items() if new in unknown})
 
 
 def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Tensor]) -> None:
@@ -55,21 +47,18 @@ def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Te
     Raises:
         ValueError: transformers gives a tensor no value.
     """
-    own = {id(tensor) for tensor in _tensors(model)}
+    own = set(_tensors(model))
     stand_ins = {name: model.get_submodule(name) for name in elsewhere}
     put(model, elsewhere)
     try:
-        left = _fill(model, [tensor for tensor in made if id(tensor) in own])
+        unknown = {tensor for tensor in _fill(model, [tensor for tensor in made if tensor in own]) if tensor.numel()}
     finally:
         put(model, stand_ins)
-    unknown = {id(tensor) for tensor in left if tensor.numel()}
     if unknown:
         named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        raise ValueError(
-            f"{type(model).__name__} on the meta device does not tell the initial values of "
-            f"{some([name for name, tensor in named if id(tensor) in unknown])}: make the model with memory, and cut "
-            "that one"
-        )
+        names = some([name for name, tensor in named if tensor in unknown])
+        what = f"{type(model).__name__} on the meta device does not tell the initial values of {names}"
+        raise ValueError(f"{what}: cut a model with memory")
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -80,32 +69,27 @@ def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:
     """Initializes the tensors in ``made``, by transformers, and no others. Returns the tensors left unwritten."""
     if not made:
         return []
-    filled = {id(tensor) for tensor in made}
     before = [tensor._version for tensor in made]
-    kept = [tensor for tensor in _tensors(model) if id(tensor) not in filled]
+    kept = set(_tensors(model)) - set(made)
     with one_at_a_time, _marked(model, kept), torch.device("cpu"):  # the caller's device may be meta
         model.initialize_weights()
     return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
 
 
 @contextmanager
-def _marked(model: Any, kept: list[Any]) -> Iterator[None]:
+def _marked(model: nn.Module, kept: set[Tensor]) -> Iterator[None]:
     """Marks tensors as already loaded inside the ``with`` block, so that ``_init_weights`` skips them."""
     marked = [tensor for tensor in kept if not hasattr(tensor, _MARK)]
+    holders = [*marked, *model.modules()]
+    for holder in holders:
+        holder.__dict__.pop(_MARK, None)
     for tensor in marked:
-        setattr(tensor, _MARK, True)
-    _forget(model)
+        tensor.__dict__[_MARK] = True
     try:
         yield
     finally:
-        for tensor in marked:
-            delattr(tensor, _MARK)
-        _forget(model)
+        for holder in holders:
+            holder.__dict__.pop(_MARK, None)
 
 
 _MARK = "_is_hf_initialized"
-
-
-def _forget(model: nn.Module) -> None:
-    for module in model.modules():
-        module.__dict__.pop(_MARK, None)

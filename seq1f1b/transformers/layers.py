@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.transformers.attention_function import NAME
-from seq1f1b.transformers.look import cannot
+from seq1f1b.transformers.look import attentions_of, cannot
 from seq1f1b.transformers.state import mixers
 
 __all__: list[str] = []
@@ -26,17 +26,13 @@ def check_adapters(model: Any, num_ranks: int) -> None:
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind not in _ADAPTERS:
-            raise ValueError(
-                f"adapter {name!r} is of type {kind}, which pipeline_stage does not cut: it takes those that lie in "
-                f"single layers, {', '.join(_ADAPTERS)}"
-            )
+            raise ValueError(f"adapter {name!r} is of type {kind}, must lie in single layers: {', '.join(_ADAPTERS)}")
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
         if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
             raise ValueError(
-                f"adapter {name!r} has ensure_weight_tying=True: its parts at the embedding and at the head are two "
-                "parameters in one memory, which two stages do not share; leave one out of target_modules, "
-                "or set ensure_weight_tying=False"
+                f"adapter {name!r} has ensure_weight_tying=True: two parameters in one memory, which two stages do not "
+                "share; leave embedding or head out of target_modules, or set it to False"
             )
 
 
@@ -58,16 +54,13 @@ def check_config(model: transformers.PreTrainedModel) -> None:
     carrying = mixers(model)
     if getattr(config, "output_router_logits", False):
         refuse(
-            "output_router_logits=True adds a loss of the experts' shares over all layers and the whole batch, which "
-            "are not known when the first backward runs; set it to False, and give each router the loss of its own "
-            "layer and row by seq1f1b.add_loss (docs/how-to/hugging-face.md, Experts)"
+            "output_router_logits=True adds a loss over all layers, not known when the first backward runs; set it to "
+            "False, and balance each layer by seq1f1b.add_loss (docs/how-to/hugging-face.md, Experts)"
         )
     for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
-            refuse(
-                f"config.layer_types[{i}] is {kind!r}: such a layer keeps a state along the sequence, which is not "
-                "handed from segment to segment; train it whole"
-            )
+            what = "such a layer keeps a state along the sequence, which is not handed from segment to segment"
+            refuse(f"config.layer_types[{i}] is {kind!r}: {what}; train it whole")
     for rotation in pytree.tree_leaves(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
@@ -76,8 +69,8 @@ def check_config(model: transformers.PreTrainedModel) -> None:
             refuse(f"{path} is a convolution, which a segment's border would cut")
 
 
-def switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> bool:
-    """Switches the layers' attentions to seq1f1b's. Returns whether the layers have any attention."""
+def switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> None:
+    """Switches the layers' attentions to seq1f1b's."""
     attentions = [attention for layer in layers for attention in attentions_of(layer)]
     if attentions:
         model.set_attn_implementation(NAME)
@@ -86,7 +79,6 @@ def switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList)
         config = getattr(attention, "config", None)
         if config is not None:  # the attention may hold a copy of the model's config
             config._attn_implementation = NAME
-    return bool(attentions)
 
 
 def copy_config(model: Any) -> None:
@@ -95,8 +87,8 @@ def copy_config(model: Any) -> None:
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, transformers.PreTrainedConfig) and id(value) in copies:
-                module.__dict__[name] = copies[id(value)]
+            if isinstance(value, transformers.PreTrainedConfig):
+                module.__dict__[name] = copies.get(id(value), value)
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -107,15 +99,13 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     found = {n: module for n, module in found.items() if not any(n.startswith(f"{other}.") for other in found)}
     if len(found) == 1:
         return next(iter(found.items()))
-    if found:
-        raise ValueError(
-            f"{cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
-        )
-    raise ValueError(
-        f"{cannot(model)}: it has no list of layers whose attentions are causal (is_causal), call what "
-        "attn_implementation names, and have a layer_idx that counts from 0 (also if layers were dropped or repeated); "
-        "train it whole"
+    what = (
+        f"it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
+        if found
+        else "it has no list of layers whose attentions are causal (is_causal), call what attn_implementation names, "
+        "and have a layer_idx that counts from 0 (also if layers were dropped or repeated); train it whole"
     )
+    raise ValueError(f"{cannot(model)}: {what}")
 
 
 def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:
@@ -133,8 +123,3 @@ def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
     if len(attentions) != 1 and (attentions or not (carrying or kind in (["moe"], ["mlp"]))):
         return False
     return all(module.layer_idx == index for module in (*attentions, *carrying))
-
-
-def attentions_of(layer: nn.Module) -> list[Any]:
-    """Returns a layer's causal attentions. Decoders of encoder-decoders also hold cross-attentions, which never run."""
-    return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.attention.causal import layer_handle
-from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.transformers.twins import HiddenStates, as_layer, stand_for, twin
 
 __all__: list[str] = []
@@ -44,20 +42,6 @@ def with_remedy(text: str) -> str:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Call:
-    """One layer's call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: dict[str, Any]
-    """Hidden states and arguments by name, as they were then."""
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.given[HIDDEN]  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class Mask:
     """A causal mask, unchanged by the model."""
@@ -68,9 +52,13 @@ class Mask:
 
 @dataclass
 class Record:
-    """The arguments of a model's layers, and the model's outputs."""
+    """The arguments of a model's layers by name, as they were then, and the model's outputs."""
 
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    shared: Any = None
+    """The keys and values that layers hand on to others."""
+    dropout: float = 0.0
+    """Attention dropout in training."""
     embedded: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Flags and numbers that the decoder was told beside its input."""
@@ -78,14 +66,30 @@ class Record:
     outputs: int = 0
     """Length of the tuple that a layer returns; 0 if it returns hidden states alone."""
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
+    """Placeholders given to the model for its masks."""
+    looked_at: dict[str, Any] | None = None
+    """The arguments of the layer whose attentions run."""
+    attentions: dict[int, Mask] = field(default_factory=dict)
+    """The masks of the attentions that have run, by layer_idx."""
 
-    def make_mask(
-        self, shape: tuple[int, ...], window: int | None, chunk: int | None, dtype: Any, device: Any
-    ) -> Tensor:
-        """Returns a placeholder for a mask; :meth:`mask_of` recognizes the tensor in a layer's arguments."""
-        mask = torch.zeros(shape, dtype=dtype, device=device)
-        self.masks.append((mask, Mask(window, chunk)))
-        return mask
+    def note(self, layer_idx: int, window: int | None, mask: Any, dropout: float, others: Mapping[str, Any]) -> Mask:
+        """Records and returns the mask that an attention is asked for; raises ValueError for an unsupported argument.
+
+        Args:
+            window, mask: the window that the attention is told, and the placeholder that the attention is given.
+        """
+        if layer_idx in self.attentions:
+            raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
+        for name in others.keys() - (self.looked_at or {}).keys() - WITHOUT_EFFECT:
+            if others[name] is not None and others[name] is not False:
+                raise ValueError(f"its attention is given {name!r}, which is not known here")
+        known = Mask(window, None) if mask is None else self.mask_of(mask)
+        if known is None:
+            raise ValueError("its attention gets a mask that the model has made or changed itself")
+        if window not in (None, known.window):
+            raise ValueError(f"its attention is told a window of {window} tokens, its mask one of {known.window}")
+        self.attentions[layer_idx], self.dropout = known, max(self.dropout, dropout)
+        return known
 
     def mask_of(self, tensor: Tensor) -> Mask | None:
         """Returns the mask behind a tensor or view; None if the model has made or changed the tensor."""
@@ -101,49 +105,61 @@ _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Lets the record make all masks in the ``with`` block, without autograd; restores the random state."""
-    token, cpu = _recording.set(record), torch.device("cpu")
-    states = generator_states(cpu)
+    token = _recording.set(record)
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng([]), torch.no_grad():
             yield
     finally:
-        set_generator_states(cpu, states)
         _recording.reset(token)
 
 
 def current_record() -> Record | None:
-    return _recording.get()
+    return None if torch.compiler.is_compiling() else _recording.get()
 
 
 _UNKNOWN = math.nan  # a layer's further outputs: nan != nan, so a layer that gets one of them is refused
 
 
 class Probe(nn.Module):
-    """A stand-in for a layer that records the arguments and returns rotated hidden states."""
+    """A stand-in for a layer that records the arguments and returns rotated hidden states.
 
-    def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
+    Args:
+        is_own: whether the layer is the stage's: then the probe also looks at the layer's attentions.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, record: Record, is_own: bool) -> None:
         super().__init__()
-        names = list(inspect.signature(type(layer).forward).parameters)[2:]
-        self.__dict__["_looked_at"] = (layer, index, record, names)
+        names = signature_of(layer)[2:]
+        self.__dict__["_looked_at"] = (layer, index, record, names, is_own or stores_keys(layer))
         stand_for(layer, self, record.outputs)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer, index, record, names = self.__dict__["_looked_at"]
+        layer, index, record, names, runs_attention = self.__dict__["_looked_at"]
         if index in record.calls:
             raise ValueError("it runs a layer more than once")
-        if any(hidden_states.shape != call.hidden.shape for call in record.calls.values()):
+        if any(hidden_states.shape != call[HIDDEN].shape for call in record.calls.values()):
             raise ValueError("its layers do not simply follow one another")
         given = {**dict(zip_longest(names[: len(args)], args)), **kwargs}
-        if stores_keys(layer):
-            kwargs[SHARED].update(_keys_and_values(layer, hidden_states, args, kwargs))
-        for name in GOES_ALONG & given.keys():
-            given[name] = None
+        record.shared = given.get(SHARED)
+        given |= dict.fromkeys(GOES_ALONG & given.keys())
         known = pytree.tree_map(lambda x: record.mask_of(x) or x.clone() if isinstance(x, Tensor) else x, given)
-        record.calls[index] = Call(args, kwargs, {HIDDEN: hidden_states.clone(), **known})
+        record.calls[index] = {HIDDEN: hidden_states.clone(), **known}
+        if runs_attention:
+            _look_at_attentions(layer, index, record, (hidden_states.clone(), *args), kwargs)
         return as_layer(self, hidden_states.roll(1, -1), _UNKNOWN)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"it reads {name!r} of layer {self.__dict__['_looked_at'][1]}, beside calling it")
+
+
+def signature_of(module: nn.Module) -> list[str]:
+    """Returns the names of the parameters of a module's class's forward, self included."""
+    return list(inspect.signature(type(module).forward).parameters)
+
+
+def attentions_of(layer: nn.Module) -> list[Any]:
+    """Returns a layer's causal attentions. Decoders of encoder-decoders also hold cross-attentions, which never run."""
+    return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
 
 
 def stores_keys(layer: nn.Module) -> list[str]:
@@ -156,19 +172,6 @@ def takes_keys(layer: nn.Module) -> list[str]:
     return [m.layer_type for m in layer.modules() if getattr(m, "is_kv_shared_layer", False)]  # type: ignore[misc]
 
 
-def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    stored = _Stored()
-    with suppress(EndOfRun):
-        twin(layer, {})(hidden, *args, **{**kwargs, SHARED: stored})
-    return stored
-
-
-class _Stored(dict[str, Any]):
-    def __setitem__(self, kind: str, pair: Any) -> None:
-        super().__setitem__(kind, pair)
-        raise EndOfRun
-
-
 # -- the run of the whole model --------------------------------------------------------------------------------------
 
 
@@ -179,7 +182,7 @@ class RecordedModel(Record):
     Attributes:
         path: name of the list of layers.
         decoder: name of the innermost module around the list that takes token ids.
-        before, after: names of the modules with parameters that run before and after the layers.
+        before, after: names of the modules with parameters beside the layers; the latter run after the layers.
         kept: names of the modules without parameters, for example rotary embeddings.
     """
 
@@ -193,15 +196,12 @@ class RecordedModel(Record):
 
     @property
     def takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.model.get_submodule(self.decoder).forward).parameters
+        has_attention = any(attentions_of(layer) for layer in self.layers)
+        return has_attention or "position_ids" in signature_of(self.model.get_submodule(self.decoder))
 
 
 def run_sample(model: Any, path: str, layers: nn.ModuleList) -> RecordedModel:
-    """Runs a twin of the model without layers on a few tokens. ``path`` is the name of the list of layers.
-
-    Raises:
-        ValueError: the model does not run like transformers' decoders.
-    """
+    """Runs a twin of the model without layers on a few tokens. ``path`` is the name of the list of layers."""
     names = path.split(".")
     owners = [".".join(names[:i]) for i in range(len(names))]
     embedding, others = model.get_input_embeddings(), _others(model, path, owners)
@@ -218,50 +218,39 @@ def run_sample(model: Any, path: str, layers: nn.ModuleList) -> RecordedModel:
         _, problem = max(problems, key=lambda found: found[0])  # report the attempt that ran the most layers
         text = f"it does not run as transformers' decoders do: {problem}"
         raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
-    whole.kept = [name for name in others if next(model.get_submodule(name).parameters(), None) is None]
-    idle = [name for name in others if name not in whole.kept and name not in is_after]
-    if idle:
-        raise ValueError(
-            f"{cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
-            "model alone, a ...ForCausalLM of its text_config"
-        )
     for name in others:
-        if name not in whole.kept:
-            (whole.after if is_after[name] else whole.before).append(name)
+        if next(model.get_submodule(name).parameters(), None) is None:
+            whole.kept.append(name)
+        else:  # a module that does not run lies on the first stage
+            (whole.after if is_after.get(name) else whole.before).append(name)
     return whole
 
 
 def _others(model: Any, path: str, owners: list[str]) -> list[str]:
-    """Returns the names of the owners' child modules, without the list of layers."""
-    others = []
+    """Returns the names of the owners' child modules, without the list of layers. Other lists are never called: their
+    modules count.
+    """
     for owner in owners:
         parent = model.get_submodule(owner)
-        if next(parent.parameters(recurse=False), None) is not None:
-            names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
-            raise ValueError(
-                f"{cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
-                "modules, and no stage would own that; train it whole"
-            )
-        lists = dict(_lists(parent, owner))
-        for name, module in {owner: parent, **lists}.items():
-            full = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-            others += [each for each in full if each not in lists and not f"{path}.".startswith(f"{each}.")]
-    return [name for name in others if not name.startswith(f"{path}.")]
-
-
-def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the module lists and dicts in a module, nested ones too: a list itself is never called."""
-    for child, inner in module.named_children():
-        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
-            path = f"{name}.{child}" if name else child
-            yield path, inner
-            yield from _lists(inner, path)
+        names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
+        if names:
+            what = f"{owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its modules"
+            raise ValueError(f"{cannot(model)}: {what}, and no stage would own that; train it whole")
+    holders, others = set(owners), []
+    for name, module in model.named_modules():  # a parent comes before its children
+        if name.rpartition(".")[0] not in holders or name in (*owners, path):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            holders.add(name)
+        else:
+            others.append(name)
+    return others
 
 
 def _run(whole: RecordedModel, others: list[str]) -> dict[str, bool]:
     """Records the layers; returns for each name in ``others`` that runs whether the module runs after the layers."""
     is_after: dict[str, bool] = {}
-    probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, whole) for i, layer in enumerate(whole.layers)}
+    probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, whole, False) for i, layer in enumerate(whole.layers)}
     looked_at = twin(whole.model, probes | without_head(whole.model))
 
     def note_options(_: Any, args: Any, given: dict[str, Any]) -> None:
@@ -330,76 +319,38 @@ def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
 # -- the attention of a layer ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class AttentionLook:
-    """A stand-in for an attention's layer index that records the kind of attention requested by a layer."""
-
-    index: int
-    record: Record
-    calls: int = 0
-    window: int | None = None
-    chunk: int | None = None
-    dropout: float = 0.0
-
-    def note(self, window: int | None, mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
-        """Records window and chunk of the mask, and raises ValueError for any unsupported argument."""
-        self.calls += 1
-        self.window, self.dropout = window, dropout
-        if self.calls > 1:
-            raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
-        for name in others.keys() - self.record.calls[self.index].given.keys() - WITHOUT_EFFECT:
-            if others[name] is not None and others[name] is not False:
-                raise ValueError(f"its attention is given {name!r}, which is not known here")
-        if mask is None:
-            return
-        known = self.record.mask_of(mask)
-        if known is None:
-            raise ValueError("its attention gets a mask that the model has made or changed itself")
-        if window not in (None, known.window):
-            raise ValueError(f"its attention is told a window of {window} tokens, its mask one of {known.window}")
-        self.window, self.chunk = known.window, known.chunk
-
-
-def look_at_layer(layer: nn.Module, attentions: Sequence[Any], index: int, record: Record) -> float:
-    """Sets handle, window and chunk of a layer's attentions, as requested by a twin that runs in training mode.
-
-    Returns:
-        attention dropout in training.
-    Raises:
-        ValueError: ``attn_implementation="seq1f1b"`` does not support a request.
-    """
-    looks = [AttentionLook(index, record) for _ in attentions]
-    call = record.calls[index]
-    before = [attention.__dict__.get("seq1f1b_layer") for attention in attentions]
+def _look_at_attentions(layer: nn.Module, index: int, record: Record, args: Any, kwargs: dict[str, Any]) -> None:
+    """Sets handle, window and chunk of a layer's attentions, as requested by a twin that runs in training mode."""
+    attentions = attentions_of(layer)
     instead: dict[nn.Module, nn.Module] = {}
+
+    def stop(*_: Any) -> None:
+        if all(attention.layer_idx in record.attentions for attention in attentions):
+            raise EndOfRun
+
+    for attention in attentions:
+        inside = instead[attention] = twin(attention, {})
+        inside.training = True
+        inside.register_forward_hook(stop)
+    record.looked_at = record.calls[index]
     try:
-        for attention, look in zip(attentions, looks, strict=True):
-            attention.seq1f1b_layer = look  # set on the original module: a replaced forward may be bound to it
-            inside = instead[attention] = twin(attention, {})
-            inside.training = True
-            inside.register_forward_hook(partial(_stop, looks))
-        with recording(record), suppress(EndOfRun):
-            twin(layer, instead)(call.hidden, *call.args, **call.kwargs)
+        with suppress(EndOfRun):
+            if attentions:
+                twin(layer, instead)(*args, **kwargs)
     except ERRORS as error:
-        raise ValueError(f"it does not run alone: {type(error).__name__}: {error}") from error
+        raise ValueError(f"layer {index}: it does not run alone: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"layer {index}: {error}") from error
     finally:
-        for attention, own in zip(attentions, before, strict=True):
-            attention.seq1f1b_layer = own
-    for attention, look in zip(attentions, looks, strict=True):
-        if not look.calls:
-            raise ValueError(
-                f"{type(attention).__name__} does not call the function of its config's attn_implementation, but has "
-                "an attention of its own"
-            )
+        record.looked_at = None
+    for attention in attentions:
+        mask = record.attentions.get(attention.layer_idx)
+        if mask is None:
+            what = f"{type(attention).__name__} does not call the function that attn_implementation names"
+            raise ValueError(f"layer {index}: {what}")
         attention.seq1f1b_layer = layer_handle(attention.layer_idx)
-        attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
-    return max(look.dropout for look in looks)
+        attention.seq1f1b_window, attention.seq1f1b_chunk = mask.window, mask.chunk
 
 
 class EndOfRun(Exception):
     """The exception that ends a run after the last needed record."""
-
-
-def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:
-    if all(look.calls for look in looks):
-        raise EndOfRun

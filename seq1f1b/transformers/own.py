@@ -14,18 +14,14 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from seq1f1b.attention.causal import token_offset
 from seq1f1b.transformers.attention_function import attention, no_mask
-from seq1f1b.transformers.look import AttentionLook
+from seq1f1b.transformers.look import current_record
 from seq1f1b.transformers.twins import become
 
 __all__ = ["adapt"]
 
 
 def adapt(model: nn.Module) -> None:
-    """Makes modules with a built-in attention call seq1f1b's attention; leaves all other modules unchanged.
-
-    Raises:
-        ValueError: a module needs a feature that seq1f1b's attention lacks.
-    """
+    """Makes modules with a built-in attention call seq1f1b's attention; refuses what seq1f1b's attention lacks."""
     for path, module in model.named_modules():
         own = _OWN.get(type(module).__name__)
         if own is _Core and not hasattr(module, "_attn"):
@@ -55,7 +51,7 @@ class _Core(_Own):
         dropout = self.attn_dropout if hasattr(self, "attn_dropout") else self.attention_dropout
         divisor = self.scale_attn if hasattr(self, "scale_attn") else getattr(self, "norm_factor", 1.0)
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
-        if window is not None and isinstance(self.__dict__.get("seq1f1b_layer"), AttentionLook):
+        if window is not None and current_record() is not None:
             attention_mask = None  # the recorded mask has no window
         out: Any = attention(
             self, query.to(value.dtype), key.to(value.dtype), value, attention_mask, scaling=1 / divisor,
@@ -126,23 +122,19 @@ class _Indexer(_Own):
     def forward(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         tokens = token_offset() + hidden_states.shape[1]
         if tokens > self.index_topk:
-            raise ValueError(
-                f"{type(self).__name__} chooses {self.index_topk} keys (index_topk) of a row of {tokens} tokens or "
-                "more, and stages attend to all: give shorter rows, or train the model whole"
-            )
+            what = f"{self.index_topk} keys (index_topk) of a row of {tokens} tokens or more, and stages attend to all"
+            raise ValueError(f"{type(self).__name__} chooses {what}: give shorter rows, or train the model whole")
         return hidden_states.new_empty(0)
 
 
 @cache
-def _bloom_slopes(num_heads: int) -> Tensor:
-    slopes: Tensor = build_alibi_tensor(torch.ones(1, 2, device="cpu"), num_heads, torch.float32)[:, 0, 1]
-    return slopes
+def _bloom_slopes(num_heads: int) -> Any:
+    return build_alibi_tensor(torch.ones(1, 2, device="cpu"), num_heads, torch.float32)[:, 0, 1]
 
 
 @cache
-def _mpt_slopes(num_heads: int) -> Tensor:
-    slopes: Tensor = -build_mpt_alibi_tensor(num_heads, 2, device="cpu")[:, 0, 0]
-    return slopes
+def _mpt_slopes(num_heads: int) -> Any:
+    return -build_mpt_alibi_tensor(num_heads, 2, device="cpu")[:, 0, 0]
 
 
 # -- decoders, whose masks and biases are part of the attention above --------------------------------------------------
@@ -177,10 +169,8 @@ class _FalconDecoder(_Decoder):
     @staticmethod
     def check(module: Any, path: str) -> None:
         if module.use_alibi:
-            raise ValueError(
-                f"{type(module).__name__} cannot be cut into stages that run by segments: {path} rounds its ALiBi "
-                "biases to bfloat16, which no other attention does; train it whole"
-            )
+            what = f"{path} rounds its ALiBi biases to bfloat16, which no other attention does"
+            raise ValueError(f"{type(module).__name__} cannot be cut into stages that run by segments: {what}")
 
 
 class _SharedTransformer(_Own):
@@ -188,7 +178,7 @@ class _SharedTransformer(_Own):
 
     @staticmethod
     def check(module: Any, path: str) -> None:
-        shared = module.shared_transf if hasattr(module, "shared_transf") else module.shared_transformer
+        shared = getattr(module, "shared_transf", None) or module.shared_transformer
         shared.self_attn.layer_idx = module.mamba_decoder.layer_idx
 
 

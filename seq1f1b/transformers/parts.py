@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
-from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, RecordedModel, cannot, stores_keys, takes_keys
+from seq1f1b.transformers.look import HIDDEN, PER_LAYER, TOKENS, RecordedModel, cannot, stores_keys, takes_keys
 from seq1f1b.transformers.stage import AbsentLayer, Entry, Exit, Message, NoEmbedding
 from seq1f1b.transformers.twins import HiddenStates, put, shallow, stand_for
 
@@ -56,18 +56,14 @@ def make_part(
 
 def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) -> dict[str, nn.Module]:
     """Returns named modules of the model; a module that shares parameters with an earlier stage is copied."""
-    copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first keeps the original
-    memo: dict[int, Any] = {}  # one memo for all modules, so that ties between modules survive
+    copied = {id(p): p for p, holders in tied.values() if rank in holders[1:]}  # the first keeps the original
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # one for all modules, so that ties survive
+    memo |= {key: carried(p) for key, p in copied.items()}
     found = {}
     for name in names:
         module = model.get_submodule(name)
-        own = {id(p): p for p in module.parameters()}
-        if not copied.isdisjoint(own):
-            for key, p in own.items():
-                if key not in memo:
-                    memo[key] = carried(p) if key in copied else p
-            module = copy.deepcopy(module, memo)
-        found[name] = module
+        is_copied = any(id(p) in copied for p in module.parameters())
+        found[name] = copy.deepcopy(module, memo) if is_copied else module
     return found
 
 
@@ -77,14 +73,12 @@ def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) 
 def message_before(whole: RecordedModel, first: int) -> Message:
     """Returns the message to the stage that begins with layer ``first``."""
     later = list(whole.layers)[first:]
-    hidden = whole.calls[first].hidden
+    hidden = whole.calls[first][HIDDEN]
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
     if hidden.dim() > 3 and len(dims) != 1:
-        raise ValueError(
-            f"{cannot(whole.model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
-            "tokens, which are not streams of (batch, tokens, hidden); train it whole"
-        )
-    given = [whole.calls[i].given for i in range(first, len(whole.layers))]
+        what = f"hidden states of shape {tuple(hidden.shape)}, which are not streams of (1, {TOKENS}, hidden)"
+        raise ValueError(f"{cannot(whole.model)}: layer {first} gets {what}; train it whole")
+    given = [whole.calls[i] for i in range(first, len(whole.layers))]
     values = [value for its in given for name, value in its.items() if name != HIDDEN and isinstance(value, Tensor)]
     stored = {kind for layer in list(whole.layers)[:first] for kind in stores_keys(layer)}
     return Message(
@@ -98,13 +92,10 @@ def message_before(whole: RecordedModel, first: int) -> Message:
 
 def message_of(message: Message, whole: RecordedModel) -> Any:
     """Returns the message's tensors for the sample, from the run of the whole model."""
-    calls = [whole.calls[i] for i in range(len(whole.layers))]
     exit = Exit(message)
-    exit.hidden, exit.embedded = calls[message.first].hidden, whole.embedded
+    exit.hidden, exit.embedded, exit.shared = whole.calls[message.first][HIDDEN], whole.embedded, whole.shared
     if message.per_layer:
-        exit.per_layer = torch.stack([call.given[PER_LAYER] for call in calls], 2)
-    if message.shared:
-        exit.shared = calls[-1].kwargs[SHARED]
+        exit.per_layer = torch.stack([given[PER_LAYER] for given in whole.calls.values()], 2)
     return exit.take()
 
 
@@ -121,10 +112,8 @@ def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
             place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel())
             other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
             if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
-                raise ValueError(
-                    f"{other} and {name}.{own} are two parameters in one memory, which stages {its} and {stage} do not "
-                    "share; make them one parameter, or give each memory of its own"
-                )
+                what = f"{other} and {name}.{own} are two parameters in one memory"
+                raise ValueError(f"{what}, which stages {its} and {stage} do not share; make them one parameter")
     tied = {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
     for name, (parameter, _) in tied.items():
         check_hooks(name, parameter)
@@ -158,9 +147,8 @@ def make_shards(
         elif name not in sides:
             what = f"{name!r} is a part of a module that does more"
         if what:
-            raise ValueError(
-                f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="ends"'
-            )
+            kind = type(model).__name__
+            raise ValueError(f'the vocabulary of {kind} cannot be spread over ranks: {what}; use vocabulary="ends"')
     first, last = given
     vocab, hidden = last.weight.shape
     embedding = VocabularyParallelEmbedding(
@@ -178,10 +166,8 @@ def make_shards(
         for name, parameter in shard.layer.named_parameters():
             whole = module.get_parameter(name)
             if num_hooks(whole):
-                raise ValueError(
-                    f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary would not call: "
-                    'remove it, or use vocabulary="ends"'
-                )
+                what = f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary do not call"
+                raise ValueError(f'{what}: remove it, or use vocabulary="ends"')
             parameter.requires_grad_(whole.requires_grad)
             carry_attributes(whole, parameter)
     if last.weight is first.weight:

@@ -16,6 +16,7 @@ from seq1f1b.engine.copies import held
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
+from seq1f1b.transformers.look import RecordedModel
 from seq1f1b.transformers.state import mixers, note_documents
 from seq1f1b.transformers.twins import as_layer
 
@@ -41,7 +42,6 @@ class CausalLMStage(nn.Module):
         tied_parameters: parameters with copies on other stages, keyed by the first name in the model.
     """
 
-    pipeline_place: tuple[int, int] | None = None
     causal_lm: Any
     peft_model: Any
     embedding: VocabularyParallelEmbedding | None
@@ -52,13 +52,11 @@ class CausalLMStage(nn.Module):
     def __init__(
         self,
         causal_lm: Any,
-        decoder: str,
+        whole: RecordedModel,
+        place: tuple[int, int],
         ends: tuple[Entry | None, Exit | None],
         tied: dict[str, list[str]],
         shards: tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None],
-        *,
-        options: dict[str, Any],
-        takes_positions: bool,
         elsewhere: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
@@ -67,10 +65,10 @@ class CausalLMStage(nn.Module):
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_elsewhere"] = dict(elsewhere)  # other stages' modules, if without memory
-        causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = ends
-        self._decoder, self._options = decoder, options
+        causal_lm.get_submodule(whole.decoder).__dict__["seq1f1b_ends"] = ends
+        self.pipeline_place = place
+        self._decoder, self._options, self._takes_positions = whole.decoder, whole.options, whole.takes_positions
         self._carries = bool(mixers(causal_lm))  # whether layers keep state along the sequence
-        self._takes_positions = takes_positions
         self._tied = tied
         self.train(causal_lm.training)
 
@@ -111,7 +109,6 @@ class CausalLMStage(nn.Module):
         return base, call
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Switches on recomputing layers in the backward, with the options of the model's method of equal name."""
         self.causal_lm.activation_checkpointing_enable(**options)
 
     def materialize(self, device: torch.device | str = "cpu") -> None:
@@ -120,14 +117,10 @@ class CausalLMStage(nn.Module):
         Weights are drawn at random. Buffers get the values of ``from_pretrained``.
 
         Raises:
-            ValueError: the model has adapters of peft, whose initial values transformers does not know; or a tensor
-                gets no value from transformers.
+            ValueError: transformers does not initialize a tensor, such as adapters of peft.
         """
         if self.peft_model is not None:
-            raise ValueError(
-                "materialize would give adapters of peft the initial values of plain layers: give the model memory "
-                "before get_peft_model"
-            )
+            raise ValueError("transformers does not initialize adapters of peft: give memory before get_peft_model")
         self.initialize(self.allocate(device))
         for shard in reversed(self.shards):
             self.causal_lm._init_weights(shard.layer)
@@ -141,17 +134,15 @@ class CausalLMStage(nn.Module):
 
         Buffers with values keep the values. A shared parameter stays shared.
         """
-        made: dict[int, tuple[Tensor, Tensor]] = {}
+        made: dict[Tensor, Tensor] = {}
         for module in (module for whole in (self, *self.shards) for module in whole.modules()):
             stores: Any = (module._parameters, module._buffers)
             for tensors in stores:
-                for name, old in tensors.items():
-                    if old is None:
-                        continue
-                    if id(old) not in made:
-                        made[id(old)] = old, _with_memory(old, device)
-                    tensors[name] = made[id(old)][1]
-        return [new for old, new in made.values() if old.is_meta or isinstance(old, nn.Parameter)]
+                for old in tensors.values():
+                    if old is not None and old not in made:
+                        made[old] = _with_memory(old, device)
+                tensors.update({name: made[old] for name, old in tensors.items() if old is not None})
+        return [new for old, new in made.items() if old.is_meta or isinstance(old, nn.Parameter)]
 
     def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
         assert self.head is not None
@@ -159,10 +150,8 @@ class CausalLMStage(nn.Module):
         hidden: Tensor = stand_in.hidden
         stand_in.hidden = None
         if logits is not hidden:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
-                'shard of the vocabulary does not: use vocabulary="ends"'
-            )
+            what = f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap)"
+            raise ValueError(f'{what}, which a shard of the vocabulary does not: use vocabulary="ends"')
         return hidden
 
     def train(self, mode: bool = True) -> CausalLMStage:
@@ -173,7 +162,7 @@ class CausalLMStage(nn.Module):
         return super().train(mode)
 
     def check_before_step(self, step: Any) -> None:
-        """Raises ValueError for an argument that would change a model's result and that a stage does not support."""
+        """Raises ValueError for an argument of the step that would change the model's result."""
         for given in step.batch.kwargs or ():
             is_mask = isinstance(mask := given.get("attention_mask"), Tensor)
             check_says_nothing({name: value for name, value in given.items() if value is not mask or not is_mask})
@@ -183,10 +172,10 @@ class CausalLMStage(nn.Module):
     def forward(
         self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any
     ) -> Tensor | tuple[Tensor, ...]:
-        """Runs the stage on token ids or hidden states, and on further tensors of the stage before (doc_ids may be the
-        last).
+        """Runs the stage on token ids or hidden states, and on further tensors of the stage before.
 
         Args:
+            others: tensors of the stage before; doc_ids may be the last.
             given: other arguments of the model, allowed only if they change nothing, as an attention_mask of ones.
         """
         if x.shape[1] == 0:
@@ -210,10 +199,9 @@ class CausalLMStage(nn.Module):
         entry, exit = self.ends
         message = Message(0) if entry is None else entry.message
         if (len(given) - message.others == 1) != (message.streams is None) or len(given) <= message.others:
-            what = "several streams of hidden states" if message.streams is not None else "one tensor"
-            raise ValueError(
-                f"the stage takes {what} and {message.others} more, as the stage before returns them, got {len(given)}"
-            )
+            what = "one tensor" if message.streams is None else "several streams of hidden states"
+            what = f"{what} and {message.others} more, as the stage before returns them"
+            raise ValueError(f"the stage takes {what}, got {len(given)}")
         is_tokens, x = entry is None and self.embedding is None, given[0]
         if entry is not None:
             entry.given = given
@@ -249,9 +237,8 @@ def check_says_nothing(given: Mapping[str, Any]) -> None:
             says = not bool(value.all())
         if says and name != "doc_ids":
             raise ValueError(
-                f"a stage of a transformers model does not take {name}: give labels to the engine as target="
-                "seq1f1b.shift_labels(labels), pack documents by doc_ids= of seq1f1b.document_starts, let padding "
-                "stand behind the tokens with targets of -100, and leave the rest out"
+                f"a stage of a transformers model does not take {name}: give target=seq1f1b.shift_labels(labels) to "
+                "the engine, doc_ids= of seq1f1b.document_starts, and padding on the right with targets of -100"
             )
 
 
@@ -276,9 +263,7 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Message:
-    """The layout of the tensors handed from a stage to the next, in the order of the fields.
-
-    The hidden states come first: one tensor (batch, tokens, hidden) per stream.
+    """The tensors handed from a stage to the next: one (batch, tokens, hidden) per stream, then those of the fields.
 
     Attributes:
         first: index of the next stage's first layer.

@@ -125,17 +125,10 @@ _of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDict
 
 
 def note_documents(position_ids: Tensor) -> None:
-    """Makes mixers of the running unit reset the state at tokens of position 0.
-
-    Raises:
-        ValueError: no unit is running.
-    """
+    """Makes mixers of the running unit reset the state at tokens of position 0."""
     unit: Any = current()
     if unit is None:
-        raise ValueError(
-            "packed documents in layers with state: outside a step these do not know their doc_ids; run the stage by a "
-            "PipelineEngine"
-        )
+        raise ValueError("outside a step, layers with state do not know their doc_ids: use a PipelineEngine")
     _of_units[unit] = [row.nonzero().flatten().tolist() for row in position_ids == 0]
 
 
@@ -185,7 +178,7 @@ def carry_states(module: nn.Module) -> None:
     for name, mixer in mixers(module).items():
         kind: Any = type(mixer)
         if _way_of(kind) == _RECURRENT:
-            raise ValueError(f"{name} ({kind.__name__}) has a scan that cannot be given a state: train it whole")
+            raise ValueError(f"{name} ({kind.__name__}) has a scan that cannot be given a state")
         become(mixer, _Carrying)
 
 

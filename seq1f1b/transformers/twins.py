@@ -43,17 +43,7 @@ def become(module: Any, own: Any) -> None:
 
 @cache
 def _in_front(own: Any, kind: Any) -> Any:
-    return type(kind.__name__, (own, kind), {"__module__": kind.__module__, "__reduce_ex__": _reduce})
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    """Returns a pickle that names the two base classes, since unpickling cannot find the joined class by name."""
-    return _new, type(self).__bases__, self.__dict__
-
-
-def _new(own: Any, kind: Any) -> Any:
-    made = _in_front(own, kind)
-    return made.__new__(made)
+    return type(kind.__name__, (own, kind), {"__module__": kind.__module__})
 
 
 def shallow(module: nn.Module) -> Any:
@@ -89,10 +79,7 @@ def as_layer(stand_in: Any, hidden: Any, other: Any = None) -> Any:
 def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
     """Returns a copy of a module and all submodules, in evaluation mode, with shared tensors.
 
-    Tensors on the meta device are replaced by tensors with values.
-
-    Args:
-        instead: module -> replacement in the twin.
+    Tensors on the meta device are replaced by tensors with values, and the modules in ``instead`` by others.
     """
     made = dict(instead)
 

@@ -299,7 +299,7 @@ def write_page(rows: dict[str, Row]) -> None:
 def _cell(why: str) -> str:
     """The reason, without what a row says already and what differs from model to model, as a cell of a table."""
     why = re.sub(r"^\w+ cannot be cut into stages that run by segments: ", "", why)
-    why = re.sub(r"^on the stage of layers \d+ to \d+, layer \d+ gets", "a layer gets", why)
+    why = re.sub(r"^layer \d+ gets", "a layer gets", why)
     why = re.sub(r" \(also if layers were .*?\)", "", why)
     why = re.sub(r": Tensor-likes are not [^;]+", "", why)
     why = re.sub(r"[;:] (train it whole|run the model whole, with another attn_implementation)$", "", why)
