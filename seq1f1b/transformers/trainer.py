@@ -24,17 +24,11 @@ from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import seed_worker, sort_checkpoints
 
 from seq1f1b.engine.engine import PipelineEngine
-from seq1f1b.engine.model_state import generator_states, set_generator_states
 from seq1f1b.engine.options import Loss, is_plan
 from seq1f1b.transformers.cut import pipeline_stage
 from seq1f1b.transformers.layers import copy_config
 from seq1f1b.transformers.pretrained import load_pretrained, open_folder, save_pretrained
-from seq1f1b.transformers.saving import (
-    check_resumable,
-    load_optimizer,
-    save_optimizer,
-    together,
-)
+from seq1f1b.transformers.saving import check_resumable, load_optimizer, save_optimizer, together
 from seq1f1b.transformers.trainer_batch import COLUMNS, Batch, make_batch
 from seq1f1b.transformers.trainer_replicas import Replicas
 
@@ -54,8 +48,7 @@ def _not_alone(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if self.args.world_size != 1 or self.accelerator.num_processes != 1:
                 raise RuntimeError(
-                    "TrainingArguments or a plain Trainer made after this trainer have reset the state of accelerate, "
-                    "which all share: make this trainer last"
+                    "TrainingArguments or a plain Trainer made after this one reset accelerate: make this trainer last"
                 )
             return call(self, *args, **named)
         except BaseException as error:
@@ -110,15 +103,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             self._folder = open_folder(model, dtype)
             model = self._folder.model
         elif dtype is not None:
-            raise ValueError("pipeline={'dtype': ...} is for a model that is given by its folder: this one has its own")
+            raise ValueError("pipeline={'dtype': ...} is for a folder: this model has a dtype already")
         count = self._pipeline.pop("replicas", 1)
         _become_one_process(args)
         self._replicas = Replicas(count, args.device)
         if args.train_batch_size < count:
-            raise ValueError(
-                f"per_device_train_batch_size is {args.train_batch_size}, of {count} replicas: it counts the rows of "
-                "all of them, so that each has at least one"
-            )
+            what = f"per_device_train_batch_size is {args.train_batch_size}, must be at least {count}"
+            raise ValueError(f"{what}: it counts the rows of all replicas")
         if not is_plan(self._pipeline.get("schedule")):
             self._pipeline.setdefault("num_microbatches", -(-args.train_batch_size // count))
         if hasattr(model, "config"):  # the plain Trainer sets use_cache in the config
@@ -170,12 +161,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
         """Seeds torch for this stage inside the ``with`` block; the data's random state stays equal on all ranks."""
-        of_data = generator_states(self.args.device)
-        torch.manual_seed(seed)
-        try:
+        device = self.args.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
             yield
-        finally:
-            set_generator_states(self.args.device, of_data)
 
     def _next_seed(self) -> int:
         """Returns this stage's seed for a training step, made of the step's number: a resumed run draws alike."""
@@ -215,7 +204,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and self.args.device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._share_loss(losses, own.counts(self.engine.num_microbatches), max(total, 1.0), batch)
+        return self._share_loss(losses, batch, own, max(total, 1.0))
 
     def prediction_step(
         self,
@@ -228,10 +217,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         with self._seeded(int(self.args.seed)):
             result = self.engine.eval(own.tokens, target=own.target, kwargs=own.kwargs, return_outputs=wants_logits)
         losses, logits = result if wants_logits else (result, None)
-        counts, total = [], 0
-        if batch.target is not None:
-            counts, total = own.counts(self.engine.num_microbatches), sum(batch.counts(1))
-        loss = self._share_loss(losses, counts, total or math.nan, batch)
+        loss = self._share_loss(losses, batch, own, (0 if batch.target is None else sum(batch.counts(1))) or math.nan)
         if not wants_logits:
             return loss, None, None
         rows, tokens = batch.shape
@@ -244,16 +230,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         batch = make_batch(self._prepare_inputs(inputs), num_microbatches, self.engine.num_segments)
         return batch, batch.part(self._replicas.index, self._replicas.count)
 
-    def _share_loss(self, losses: list[Tensor], counts: list[int], total: float, batch: Batch) -> Tensor:
+    def _share_loss(self, losses: list[Tensor], batch: Batch, own: Batch, total: float) -> Tensor:
         """Returns the loss of a batch on all ranks; raises ValueError if ranks have read different batches."""
-        own = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / total if losses else None
-        everyones = self._replicas.all_gather_object([batch.digest(), own])
+        counts = own.counts(self.engine.num_microbatches) if losses else []
+        part = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / total if losses else None
+        everyones = self._replicas.all_gather_object([batch.digest(), part])
         digests = [digest for digest, _ in everyones]
         if len(set(digests)) > 1:
-            raise ValueError(
-                f"ranks have read different batches (digests by rank: {digests}): every rank must read the same data, "
-                "so the dataset and the collator must not depend on the rank"
-            )
+            what = f"ranks have read different batches (digests by rank: {digests})"
+            raise ValueError(f"{what}: the dataset and the collator must not depend on the rank")
         parts = [loss for _, loss in everyones if loss is not None]
         return torch.tensor(sum(parts) if parts else math.nan, dtype=torch.float32, device=self.args.device)
 
@@ -391,8 +376,7 @@ _REMEDIES = {
     "parallelism_config": "the pipeline is all processes",
     "torch_compile": "leave it off",
     "fp16": "use bf16=True",
-    "fp16_full_eval": "evaluation runs in the dtype of training",
-    "bf16_full_eval": "evaluation runs in the dtype of training: use bf16=True",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "evaluation runs in the dtype of training: use bf16=True"),
     "label_smoothing_factor": "leave it 0",
     "neftune_noise_alpha": "its noise depends on the length of the whole sequence",
     "auto_find_batch_size": "a rank that runs out of memory ends the run: set per_device_train_batch_size",
@@ -427,10 +411,7 @@ def _check_arguments(args: transformers.TrainingArguments, given: Mapping[str, A
             _refuse(f"{name}={getattr(value, 'value', value)!r}", remedy)
     for name in ("compute_loss", "training_step", "prediction_step"):
         if getattr(trainer, name) is not getattr(ours, name):
-            _refuse(
-                f"{trainer.__name__}.{name}, which overrides the trainer's",
-                "the engine runs it, by segments: use transformers.Trainer for it",
-            )
+            _refuse(f"{trainer.__name__}.{name}", "the engine runs it, by segments: use transformers.Trainer for it")
 
 
 def _check_made(trainer: transformers.Trainer) -> None:

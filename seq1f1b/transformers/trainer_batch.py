@@ -69,9 +69,8 @@ def make_batch(inputs: Mapping[str, Any], num_microbatches: int, num_segments: i
     unknown = sorted(name for name, value in inputs.items() if name not in (*COLUMNS, *derived) and value is not None)
     if unknown:
         raise ValueError(
-            f"the batch holds {unknown}, a stage takes {list(COLUMNS)}: leave the others out of the data, or set "
-            "remove_unused_columns=True; what tells documents apart (seq_lengths, cu_seq_lens) must come with the "
-            "position_ids that a collator makes of it"
+            f"the batch holds {unknown}, a stage takes {list(COLUMNS)}: leave the others out of the data; what tells "
+            "documents apart (seq_lengths, cu_seq_lens) must come with the position_ids that a collator makes of it"
         )
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
@@ -102,13 +101,9 @@ def _check_mask(mask: Tensor, target: Tensor | None) -> None:
     """Raises ValueError unless padding is on the right, where causal attention ignores it, and has no targets."""
     is_token = mask != 0
     if mask.dim() != 2 or bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
-        raise ValueError(
-            "the attention_mask has padding on the left or between tokens: set padding_side='right' of the tokenizer"
-        )
+        raise ValueError("the attention_mask has padding before tokens: set padding_side='right' of the tokenizer")
     if target is not None and bool(((target != IGNORED) & ~is_token).any()):
-        raise ValueError(
-            "padding has labels: give it the label -100, as DataCollatorForLanguageModeling(mlm=False) does"
-        )
+        raise ValueError("padding has labels: give it the label -100, as DataCollatorForLanguageModeling does")
 
 
 def _documents(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:

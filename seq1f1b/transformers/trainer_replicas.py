@@ -32,10 +32,7 @@ class Replicas:
     def __init__(self, count: Any, device: torch.device) -> None:
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not isinstance(count, int) or count < 1 or self.num_ranks % count:
-            raise ValueError(
-                f"pipeline={{'replicas': {count!r}}}: {self.num_ranks} processes do not make so many pipelines of "
-                f"equal length; give a divisor of {self.num_ranks}"
-            )
+            raise ValueError(f"pipeline={{'replicas': {count!r}}}: give a divisor of {self.num_ranks}, the processes")
         self.count, self._device = count, device
         self.index, self.place = divmod(self.rank, self.num_ranks // count)
         self.pipeline = self._copies = None
