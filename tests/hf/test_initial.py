@@ -135,19 +135,6 @@ def test_a_stage_of_a_folder_has_all_that_from_pretrained_gives(tmp_path, name, 
     assert found == want.keys()
 
 
-def test_values_stay_as_a_stage_is_materialized_again(tmp_path):
-    """The neighbour, of the same model, has memory by then, and keeps its weights."""
-    model = without_memory(small("gptj"))
-    stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
-    for stage in stages:
-        stage.materialize()
-    want = copy.deepcopy(stages[1].state_dict())
-    first = dict(stages[0].named_buffers())
-    stages[0].materialize()
-    assert all(torch.equal(tensor, want[key]) for key, tensor in stages[1].state_dict().items())
-    assert_same(stages[0].named_buffers(), first)
-
-
 # -- what is in no file and is not known -------------------------------------------------------------------------------
 
 
@@ -173,14 +160,3 @@ def test_a_value_that_transformers_does_not_know_is_named():
     for name in decoders.NEED_MEMORY:
         with pytest.raises(ValueError, match=r"initial values of model.layers.0.mlp.act_fn.alpha_n, .* with memory"):
             pipeline_stage(without_memory(small(name)), 0, 2).materialize()
-
-
-@pytest.mark.parametrize("key", ["mlp.act_fn.beta", "mlp.act_fn.alpha_p"])
-def test_what_a_file_should_hold_is_not_made_up(tmp_path, key):
-    """Transformers initializes it, with a warning; Apertus' to what the memory held."""
-    small("apertus").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    kept = {name: tensor for name, tensor in load_file(file).items() if key not in name}
-    save_file(kept, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"lacks 4 of the .* of ApertusForCausalLM: model.layers.0.{key}"):
-        pipeline_stage(tmp_path, 0, 2)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file  # noqa: E402
 from test_shapes import config_of  # noqa: E402
 from test_transformers import SIZES, Float64, M, batch, build, run_pipeline, run_whole  # noqa: E402
 
-from seq1f1b.engine.pipeline import places_of  # noqa: E402
 from seq1f1b.engine.stage import StageStep  # noqa: E402
 from seq1f1b.planning.cost import CostModel  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
@@ -62,13 +61,6 @@ def test_a_plan_counts_the_parameters_of_adapters_as_peft_does(name: str) -> Non
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = CostModel(cost.model, cost.hardware, num_ranks=1, seq_len=8, layout=layout).parts.trained_parameters
     assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)]
-
-
-def test_a_stage_with_adapters_says_which_it_is() -> None:
-    stage = pipeline_stage(adapted(CONFIGS["lora"]), 1, 2)
-    assert stage.pipeline_place == (1, 2)
-    around = peft.get_peft_model(stage, peft.LoraConfig(r=2, target_modules=["gate_proj"]))
-    assert places_of([(0, stage), (1, around)]) == [(0, 1, 2), (1, 1, 2)]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -167,14 +159,6 @@ def test_adapters_that_are_more_than_layers_are_refused_by_name(config, text):
     model = peft.get_peft_model(build("llama", torch.float32, tie_word_embeddings=True), config)
     with pytest.raises(ValueError, match=text):
         pipeline_stage(model, 0, 2)
-
-
-def test_adapters_tied_over_embedding_and_head_run_on_one_stage():
-    config = peft.LoraConfig(**{**LORA, "target_modules": BOTH_ENDS, "ensure_weight_tying": True})
-    model = adapted(config, build("llama", tie_word_embeddings=True))
-    with torch.no_grad(), Float64():
-        want = model(batch()[0], use_cache=False).logits
-        torch.testing.assert_close(pipeline_stage(model, 0, 1)(batch()[0]), want, rtol=1e-12, atol=1e-12)
 
 
 def test_adapters_without_peft_s_model_or_without_memory_are_refused():
