@@ -29,30 +29,19 @@ EXAMPLES = """\
 examples:
   1F1B above Seq1F1B, as text:
     seq1f1b draw 1f1b seq1f1b
-  the same as a page to zoom into:
-    seq1f1b draw 1f1b seq1f1b --html both.html
-  time, bubble and peak of two schedules:
-    seq1f1b simulate 1f1b seq1f1b --ranks 8 --microbatches 16 --segments 4
-  the same in seconds and bytes of a model on a machine:
+  time, bubble and peaks in seconds and bytes of a model on a machine:
     seq1f1b simulate 1f1b seq1f1b --model llama3-8b --seq 8192
   all schedules that hold at most 4 micro-batches, fastest first:
     seq1f1b compare --cap 4
   the fastest way to train a model that fits in memory:
     seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16
-  what the layers of a model cost on this machine, measured:
-    seq1f1b profile --model qwen3-4b --seq 4096 --output profile.json
-  why the last step that a training script saved is slow:
-    seq1f1b report steps.jsonl
-  a step to design in the browser:
-    seq1f1b explorer --open
 
 seq1f1b COMMAND --help lists the options of a command.
 """
 
 
-def make_parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line, from which the reference page is made. wanted: the only command
-    that gets options; None: all commands get options."""
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line, from which the reference page is made."""
     parser = argparse.ArgumentParser(
         prog="seq1f1b",
         description=DESCRIPTION,
@@ -65,17 +54,14 @@ def make_parser(wanted: str | None = None) -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         command.set_defaults(run=module.run)
-        if wanted in (None, name):
-            module.add(command)
+        module.add(command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 2, after one line on stderr, for a mistake of the caller."""
-    words = sys.argv[1:] if arguments is None else arguments
-    names = [module.__name__.rpartition(".")[2] for module in COMMANDS]
-    parser = make_parser(words[0] if words and words[0] in names else None)
-    if not words:
+    parser = make_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         return 2
     options = parser.parse_args(arguments)

@@ -35,14 +35,11 @@ def run(options: argparse.Namespace) -> int:
         critical = options.html is not None and "O" not in schedule.kinds and not schedule.fills
         runs[heading] = workload.simulated(schedule, options, critical=critical)
     tracks = {heading: simulation.timeline for heading, simulation in runs.items()}
-    if options.png is not None:
-        draw.timeline_png(options.png, tracks)
-    if options.svg is not None:
-        draw.timeline_svg(options.svg, tracks)
+    for form, write in (("png", draw.timeline_png), ("svg", draw.timeline_svg), ("trace", draw.trace_json)):
+        if getattr(options, form) is not None:
+            write(getattr(options, form), tracks)
     if options.html is not None:
         page.timeline_html(options.html, runs, title=" and ".join(tracks))
-    if options.trace is not None:
-        draw.trace_json(options.trace, tracks)
     if all(getattr(options, form) is None for form in PICTURES):
         width = options.width or shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
         column = max(column_seconds(timeline, width=width) for timeline in tracks.values())

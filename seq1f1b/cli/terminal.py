@@ -14,11 +14,8 @@ __all__ = ["progress_bar", "wrapped"]
 def wrapped(text: str) -> str:
     """Returns the text with lines broken at spaces to fit the terminal, or 100 columns without a terminal."""
     width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
-    lines = (
-        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
-        for line in text.split("\n")
-    )
-    return "\n".join(part for line in lines for part in line)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 @contextlib.contextmanager

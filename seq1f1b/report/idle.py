@@ -76,7 +76,6 @@ class StepTimes:
         sizes: tokens of each segment.
         layers: number of layers of each stage; 0: unknown; (): all unknown.
         is_tuned: whether the engine itself looks for the order and its segments.
-        on_device: whether the times come from GPUs; a GPU's own time is waiting for the host.
     """
 
     schedule: Schedule
@@ -87,7 +86,6 @@ class StepTimes:
     sizes: tuple[int, ...]
     layers: tuple[int, ...] = ()
     is_tuned: bool = False
-    on_device: bool = False
 
     def alike(self, *fields: str) -> dict[tuple[Any, ...], list[float]]:
         """Returns the seconds of units, grouped by fields of :class:`seq1f1b.Unit`."""
@@ -216,14 +214,9 @@ def _of_host(times: StepTimes) -> str:
         )
     count = sum(map(len, times.units))
     unit, own = sum(map(sum, times.units)) * 1e3 / count, sum(times.own) * 1e3 / count
-    if times.on_device:
-        return (
-            f"its host is late: the GPU waits {own:.2g} ms before each unit until it is started, and a unit takes only "
-            f"{unit:.3g} ms: take fewer segments (now {times.schedule.num_segments}) or larger micro-batches"
-        )
     return (
-        f"the engine needs {own:.2g} ms around each unit, and a unit takes only {unit:.3g} ms: take fewer segments "
-        f"(now {times.schedule.num_segments}) or larger micro-batches"
+        f"the engine on the host needs {own:.2g} ms around each unit, and a unit takes only {unit:.3g} ms: take fewer "
+        f"segments (now {times.schedule.num_segments}) or larger micro-batches"
     )
 
 

@@ -299,7 +299,6 @@ class PipelineReport:
             sizes=self.ranks[0].segment_sizes,
             layers=tuple(layers[index] for index in sorted(layers)),
             is_tuned=bool(self.tuning),
-            on_device=all(r.clock == "device" for r in self.ranks),
         )
 
     def __str__(self) -> str:
@@ -314,14 +313,10 @@ class PipelineReport:
                 continue
             moves += (
                 f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
+                f"({r.moved_bytes / 2**20:.4g} MiB at {r.move_out_rate / 1e9:.3g} GB/s out and "
+                f"{r.move_in_rate / 1e9:.3g} back), for which it waited {r.tier:.3g} s; {r.recomputed_blocks} blocks "
+                "were computed again\n"
             )
-            moves += f"({r.moved_bytes / 2**20:.4g} MiB"
-            if r.move_out_rate and r.move_in_rate:
-                moves += f" at {r.move_out_rate / 1e9:.3g} GB/s out and {r.move_in_rate / 1e9:.3g} back"
-            moves += f"), for which it waited {r.tier:.3g} s"
-            if r.recomputed_blocks:
-                moves += f"; beside it {r.recomputed_blocks} blocks were computed again"
-            moves += "\n"
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
         tuning = f"\n{self.tuning}" * bool(self.tuning)
         return f"{step}\n{table_text(rows)}{moves}{self.advice}{tuning}"

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -40,19 +39,6 @@ def test_simulate_prints_the_known_figures(line, tmp_path, monkeypatch, capsys):
     assert [row.split() for row in capsys.readouterr().out.splitlines()[1:]] == SIMULATED[line]
 
 
-def test_draw_text_png_and_trace(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
-    assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0
-    drawn = capsys.readouterr().out
-    assert [line.split()[:2] for line in drawn.splitlines()[:2]] == [["rank", "0"], ["rank", "1"]]
-    png, svg, trace = (tmp_path / name for name in ("t.png", "t.svg", "t.json"))
-    assert main(["draw", "gpipe", "--png", str(png), "--svg", str(svg), "--trace", str(trace)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    drawn = ElementTree.parse(svg).getroot()
-    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 4 * 4 * 2  # an element for each unit
-    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 4 * 4 * 2
-
-
 def test_trees(tmp_path, capsys):
     trees = "--parents=-1,0,0 -1,0,1,1,0 -"
     counts = ["--ranks", "2", "--segments", "2"]
@@ -72,8 +58,11 @@ def test_trees(tmp_path, capsys):
         assert found["peak"] == list(order.simulate().peak)
     assert main(["draw", "seq1f1b", "--parents=-1,0,0", *counts, "--width", "200"]) == 0  # one word, for all
     assert "0.2==" in capsys.readouterr().out
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    assert main(["draw", str(file), "--html", str(page), "--trace", str(trace)]) == 0
+    pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
+    page, trace, png, svg = (tmp_path / name for name in ("page.html", "trace.json", "t.png", "t.svg"))
+    files = ["--html", str(page), "--trace", str(trace), "--png", str(png), "--svg", str(svg)]
+    assert main(["draw", str(file), *files]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text() and page.exists()
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
     assert {"F1.4", "B1.4"} <= names and len(names) == 2 * 10
 
@@ -125,7 +114,7 @@ def test_compare_prints_a_table(capsys):
 
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
-    assert "why the last step" in capsys.readouterr().err
+    assert "why a measured step is slow" in capsys.readouterr().err
 
 
 PAGES = {
@@ -153,7 +142,6 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "draw nonsense": "there is no schedule and no file named 'nonsense'; there are seq1f1b, 1f1b, ",
     "draw seq1f1": "there is no schedule and no file named 'seq1f1'; did you mean 'seq1f1b'?",
     "compare ZBV v-hlaf": "there is no schedule named 'ZBV'; did you mean 'zbv'?",
-    "simulate seq1f1b --ranks 99999999999 --microbatches -1": "num_ranks is 99999999999, must be in 1..2147483647",
     "draw gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
     "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
     "simulate gpipe --forward nan": "the duration of a unit is nan, must be finite and at least 0",
@@ -166,15 +154,12 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "draw 1f1b --model llama3-8b --sizes 4 --seq 5": "--sizes holds 4 tokens, --seq is 5",
     "draw 1f1b --model llama3-8b --seq 64 --profile no.json": "No such file or directory: 'no.json'",
     "simulate uneven.txt --model llama3-8b --seq 64": "a model needs as many stages on every rank",
-    "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap of 1.0 MiB; the least possible is ",
     "draw 1f1b --png=": "Is a directory: ",
     "draw 1f1b --forward 1e308 --backward 1e308": "the costs sum to more than a double holds",
     "draw gpipe --ranks 500 --microbatches 101 --png t.png": "a picture of 101000 units, more than the 100000",
     "draw gpipe --ranks 500 --microbatches 101 --html t.html": "a page of 101000 units, more than the 100000",
     "draw gpipe --ranks 5 --microbatches 100001 --trace t.json": "a trace of 1000010 units, more than the 1000000",
-    "draw auto --option placement=1": "placement is '1', must be 'loop' or 'v'",
     "draw auto --option costs=1": "--option costs=1: costs come from --forward, --backward and --weight",
-    "draw seq1f1b --parents=-1,1": "seq1f1b: parents of micro-batch 0: segment 1 follows segment 1, must follow one of",
     "draw seq1f1b --parents=": "--parents holds no word",
     "simulate seq1f1b --parents=-1,0 --model llama3-8b --seq 64": "--parents goes with seconds of F and B, not with",
     "draw kfkb --option group=\u0662": "an option is written NAME=NUMBER",
@@ -187,21 +172,17 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     f"{TREES} --lengths none.txt": "none.txt: there is no length",
     "profile --model gpt-2.7b --seq 128 --output p.json --processes 0": "processes is 0, must be at least 1",
     "profile --model qwen3-30b-a3b --seq 128 --output p.json": "the model has 128 experts",
-    "profile --model gpt-2.7b --seq 128 --output p.json --offload /nowhere": "offload directory /nowhere: no file can",
     "plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory 96": "less than any device has: 96GiB?",
     "compare --microbatches 8 --cap 24": "--cap 24 is in micro-batches, of which a step has 8: 24GiB?",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --seq 2": "--seq says nothing without --model",
-    "compare --cap 4GiB": "segment_sizes and cap_bytes are of a model: give model, hardware and seq_len",
     f"{TREES} --prompt 2k": "--prompt and --responses go together, as --prompt 2048 --responses 8x256",
     f"{TREES} --prompt 2k --responses 8x9 --segments 4": "--segments is for steps of sequences: leave it out with",
     f"{TREES} --prompt 2k --responses 8x9 --context 2": "--context is for steps of sequences: leave it out with",
     f"{TREES} --prompt 2k --responses 8x9 --stages 1,2": "--stages names several values: give one with --prompt",
     f"{TREES} --prompt 0 --responses 8x9": "--prompt is 0, must be at least 1",
-    f"{TREES} --prompt 2k --responses 8x9 --memory 9GiB": "fits in 9,663,676,416 bytes a rank: the smallest budget",
     f"{TREES} --prompt 2k --responses 9999x9": "a step of more than 20000 responses takes long to plan",
     "draw rule.txt": "rule.txt: a segment goes back after its own forward: ",
-    "draw garbage.txt": "garbage.txt: line 2, unit 1, 'what?': a unit is written F1.0 or [2]F1.0",
     "simulate garbage.csv": "garbage.csv: line 1, unit 2, '0SEND_F0': a cell is written 2F3",
     "simulate bytes.txt": "bytes.txt: 'utf-8' codec can't decode byte 0xff",
     "draw 1f1b --png none/t.png": "No such file or directory: 'none/t.png'",
@@ -280,21 +261,6 @@ def test_output_that_nobody_reads_or_that_has_no_room(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "seq1f1b: [Errno 28] No space left on device\n")
-
-
-def test_a_file_is_written_whole_or_stays(tmp_path):
-    """The disk refuses a file of more than 4000 bytes: the old one stays, and nothing else is left."""
-    script = (
-        "import resource, signal, sys; from seq1f1b.__main__ import main;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
-        "sys.exit(main(['draw', 'gpipe', '--trace', sys.argv[1]]))"
-    )
-    path = tmp_path / "t.json"
-    path.write_text("as it was")
-    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"seq1f1b: [Errno 27] File too large: '{path}'\n")
-    assert path.read_text() == "as it was" and list(tmp_path.iterdir()) == [path]
 
 
 def test_the_gain_of_segments_shows(capsys):

@@ -81,16 +81,10 @@ def test_a_slow_stage_makes_the_others_wait():
     assert "because stage 2 takes 1.33 times the mean stage: move layers from stage 2 to stage 0" in found
 
 
-def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b"):
+def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b", stages_per_rank=1):
     """Stages of so many layers of 1 s forward, and a head and an embedding of so many layers' time."""
-    per_rank = 2 if name == "seq1f1b-interleaved" else 1
-    schedule = seq1f1b.build_schedule(
-        name,
-        num_ranks=len(layers) // per_rank,
-        num_microbatches=8,
-        num_segments=2,
-        **({"stages_per_rank": 2} if name == "seq1f1b-interleaved" else {}),
-    )
+    counts = {"num_ranks": len(layers) // stages_per_rank, "num_microbatches": 8, "num_segments": 2}
+    schedule = seq1f1b.build_schedule(name, **counts, stages_per_rank=stages_per_rank)
     cost = [float(n) for n in layers]
     cost[0] += embedding
     cost[-1] += head
@@ -100,26 +94,18 @@ def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b"):
     return StepTimes(schedule, units, nothing, nothing, makespan, (64, 64), tuple(layers))
 
 
-def of_stages(step):
-    """What is said about stages, whatever the main cause is."""
-    return _REMEDIES["stages"](step)
-
-
+of_stages = _REMEDIES["stages"]  # what is said about stages, whatever the main cause is
+INTERLEAVED = {"name": "seq1f1b-interleaved", "stages_per_rank": 2}
 MOVES = {
     # layers: (options, what is said)
     "one from the head's stage": ([4, 4], {"head": 2.0}, "move 1 layer of 4 from stage 1 to stage 0"),
-    "two from the head's stage": ([6, 6], {"head": 4.0}, "move 2 layers of 6 from stage 1 to stage 0"),
     "from the first": ([5, 3, 4, 4], {}, "move 1 layer of 5 from stage 0 to stage 1"),
-    "from a middle one": ([4, 6, 3, 4], {}, "move 1 layer of 6 from stage 1 to stage"),
     "from the embedding's": ([8, 8], {"embedding": 2.5}, "move 1 layer of 8 from stage 0 to stage 1"),
     "three at once": ([9, 3], {}, "move 3 layers of 9 from stage 0 to stage 1"),
     "of a split backward": ([5, 3, 4, 4], {"name": "seq-zb-h1"}, "move 1 layer of 5 from stage 0 to stage 1"),
-    "of interleaved stages": ([4, 2, 4, 2], {"name": "seq1f1b-interleaved"}, "from stage 0 to stage 1"),
-    "README's": ([3, 2], {"head": 0.66}, "stage 0 takes 1.06 times the mean stage, and no split of whole layers is"),
+    "of interleaved stages": ([4, 2, 4, 2], INTERLEAVED, "from stage 0 to stage 1"),
     "one more": ([3, 2, 2, 2], {}, "no split of whole layers is better, as one layer is 33% of that stage"),
-    "the head's": ([2, 2], {"head": 0.76}, "and no split of whole layers is better, as one layer is 36% of that"),
     "the head's of four": ([2, 2, 2, 2], {"head": 0.8}, "takes as long as 0.8 of them: spread the output head"),
-    "single layers": ([1, 1], {"head": 1.0}, "as one layer is 50% of that stage; what is no layer there takes"),
     "the head's of a split backward": ([2, 2], {"head": 0.8, "name": "seq-zb-h1"}, "spread the output head"),
 }  # fmt: skip
 
@@ -181,8 +167,7 @@ CAUSES_ALONE = {
         r"[FB] of stage \d, segment \d from \de\+03 to [.\d]+e\+0\d ms",
     ),  # slow on one stage at a time, so that no other rank works meanwhile
     "transfer": ({"transfer": 2.0}, "because messages take time"),
-    "host": ({"own": 0.5}, r"the engine needs 5e\+02 ms around each unit, and a unit takes only 1.5e\+03 ms"),
-    "host that is late": ({"own": 4.0}, r"its host is late: the GPU waits .*take fewer segments \(now 4\)"),
+    "host": ({"own": 0.5}, r"needs 5e\+02 ms around each unit, and a unit takes only 1.5e\+03 ms.*segments \(now 4\)"),
     "host of a rank that enters late": ({"late": 50.0}, r"rank 1 enters the step 5e\+04 ms after its first unit began"),
 }
 EXACT = {"transfer": lambda step: step.makespan - M * K * 3 - 9, "host": lambda step: 0.5 * 2 * (M * K + P - 1)}
@@ -192,7 +177,7 @@ EXACT = {"transfer": lambda step: step.makespan - M * K * 3 - 9, "host": lambda 
 @pytest.mark.parametrize("name", CAUSES_ALONE)
 def test_one_cause(name):
     options, said = CAUSES_ALONE[name]
-    step = dataclasses.replace(step_of(**options), on_device="is late" in name)
+    step = step_of(**options)
     ranks, cause = causes_of(step), name.split()[0]
     assert getattr(mean_idle(ranks), cause) > mean_idle(ranks).schedule
     for idle in ranks:
@@ -205,12 +190,11 @@ def test_one_cause(name):
 
 def test_all_causes_at_once_and_weights_in_waits():
     """With fill, W that runs in waits is busy time there and in the simulations."""
-
-    def seconds(unit):
-        return SECONDS[unit.kind] * (1 + 0.3 * unit.stage + 0.2 * unit.segment + 0.01 * unit.microbatch)
-
     for name, weights in (("seq1f1b", "planned"), ("seq-zb-h1", "planned"), ("seq-zb-h1", "fill")):
-        ranks = causes_of(step_of(name, seconds=seconds, own=0.25, transfer=1.0, weights=weights))
+        ranks = causes_of(step_of(
+            name, seconds=lambda unit: SECONDS[unit.kind] * (1 + 0.3 * unit.stage + 0.2 * unit.segment),
+            own=0.25, transfer=1.0, weights=weights,
+        ))  # fmt: skip
         mean = mean_idle(ranks)
         assert mean.total == pytest.approx(sum(idle.total for idle in ranks) / P)
         assert mean.stages > 0 and mean.host > 0 and mean.transfer > 0
@@ -275,27 +259,19 @@ def test_the_report_of_an_engine(report):
         assert lines[4].split()[1] == f"{sum(rank.busy for rank in each.ranks) / 2:.4g}", "all work, evenly shared"
 
 
-@pytest.mark.parametrize("segments", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_report_counts_the_layers_of_a_stage(ranks, segments):
+def test_the_report_counts_the_layers_of_a_stage():
     config = Config(layers=5)
-    model = whole_model(config)
     tokens, target = batch(config, 2, 12)
 
     def run(group):
-        stage = stage_of(model, config, group.rank, ranks)
-        engine = seq1f1b.PipelineEngine(
-            stage, num_microbatches=2, num_segments=segments, loss_fn=cross_entropy, group=group
-        )
+        stage = stage_of(whole_model(config), config, group.rank, 3)
+        engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group)
         engine.step(tokens, target=target)
-        trained = engine.report(gather=True)
-        engine.eval(tokens, target=target)
-        return len(stage.blocks), trained, engine.report(gather=True)
+        return len(stage.blocks), engine.report(gather=True)
 
-    results = run_ranks(ranks, run)
-    for each in results[0][1:]:
-        assert each._times.layers == tuple(layers for layers, *_ in results)
-        assert sum(each._times.layers) == config.layers
+    results = run_ranks(3, run)
+    assert results[0][1]._times.layers == tuple(layers for layers, _ in results)
+    assert sum(results[0][1]._times.layers) == config.layers
 
 
 def test_a_file_of_reports(report, tmp_path, capsys, monkeypatch):
@@ -320,12 +296,10 @@ def test_a_file_of_reports(report, tmp_path, capsys, monkeypatch):
         lambda line: b"",
         lambda line: b"\xff\xfe",
         lambda line: b"[" * 100_000,
-        lambda line: b"{}",
         lambda line: line[: len(line) // 2],
         lambda line: b"[]\n" + line,
         lambda line: line.replace(b"report 1", b"report 2"),
         lambda line: line.replace(b"F0.0 F0.1", b"F0.1 F0.0"),
-        lambda line: line.replace(b"F0.0 ", b"", 1),
         lambda line: line.replace(b'"F",0,0,0', b'"F",0,0,1'),
         lambda line: line.replace(b'["Report",[0,1,', b'["Report",[0,'),
         lambda line: line.replace(b'"ranks":', b'"ranks":3,"other":'),
@@ -342,8 +316,3 @@ def test_what_is_no_report_is_refused_by_name(report, tmp_path, capsys, change):
         assert main(["report", str(file), *arguments]) == 2
         error = capsys.readouterr().err
         assert str(file) in error and "report" in error and len(error.splitlines()) == 1
-
-
-def test_a_file_that_is_not_there(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
