@@ -41,7 +41,6 @@ COMMANDS = {"seq1f1b": ["-m", "seq1f1b"], "torchrun": ["-m", "torch.distributed.
 # Without a profile, which would have to be measured, and without files that only the reader has.
 READS_ONLY = re.compile(r"seq1f1b (compare|draw|simulate|plan|doctor)\b(?!.*(--profile|\.txt|\.json))")
 C_SOURCES = (".c", ".h", ".cpp", ".cu", ".cuh")
-SOURCES = (".py", ".pyi", *C_SOURCES)
 FORM = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -180,36 +179,6 @@ def test_the_pages_hold_what_is_made_for_them() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-DANGLING = r"(Of|Where|The same)\b"
-
-
-def opening_words(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every block of comments, and of every docstring of a file where one may dangle."""
-    text = file.read_text()
-    blocks = r"/\*+\s*(\S[^\n]*)" if file.suffix not in (".py", ".pyi") else r"^(?! *#)[^\n]*\n *# *(\S[^\n]*)"
-    for block in re.finditer(blocks, text, re.MULTILINE):
-        yield text.count("\n", 0, block.start(1)) + 1, block[1]
-    # A docstring among them stands behind its quotes; most files hold none, and parsing takes long.
-    suspicious = file.suffix in (".py", ".pyi") and re.search(rf"[\"']\s*{DANGLING}", text)
-    for node in ast.walk(ast.parse(text)) if suspicious else ():
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value.strip()
-
-
-def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
-    """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun, or with "The same ..."."""
-    folders = ("seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
-    assert len(files) > 300
-    dangling = [
-        f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for file in (ROOT / "setup.py", *files)
-        for line, text in opening_words(file)
-        if re.match(DANGLING, text)
-    ]
-    assert not dangling, "\n".join(dangling)
-
-
 def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
     """clang-format breaks code, but neither comments nor texts."""
     folders = ("csrc", "kernels", "tests")
@@ -222,12 +191,6 @@ def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
         if len(line) > 120
     ]
     assert not long, "\n".join(long)
-
-
-def test_the_index_of_benchmarks_has_them_all() -> None:
-    named = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "benchmarks/README.md").read_text()))
-    there = {file.name for file in (ROOT / "benchmarks").glob("*.py") if not file.name.startswith("gpu_")}
-    assert named == there
 
 
 def test_contributing_names_files_that_are_there() -> None:

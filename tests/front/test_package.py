@@ -143,13 +143,6 @@ def test_exports_its_init_function_only() -> None:
     assert defined == ["PyInit__C"]
 
 
-def test_constants_say_what_the_core_counts() -> None:
-    assert _C.PASSES[:4] == ("F", "B", "I", "W")
-    assert {"RUN", "SEND", "WAIT"} <= set(_C.OPCODES)
-    for names in (_C.PASSES, _C.OPCODES, _C.DTYPES):
-        assert len(set(names)) == len(names)
-
-
 def test_adapters_and_examples_leave_the_extension_alone() -> None:
     """They are what a user could have written: on the package's Python names only."""
     paths = [
