@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from seq1f1b.extras import needs_extra
 from seq1f1b.files import write_whole
 from seq1f1b.timeline_text import PASSES, Bar, bars_of, shortest_of, time_unit, timeline_text
 from seq1f1b.unit import Timeline
@@ -48,11 +49,9 @@ def timeline_svg(
 def _save_figure(
     path: str | Path, tracks: Timeline | Mapping[str, Timeline], title: str | None, form: str, width: float
 ) -> None:
-    try:
+    with needs_extra("plot", "matplotlib"):
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError as error:
-        raise ImportError('a picture of a timeline needs matplotlib; run: pip install "seq1f1b[plot]"') from error
 
     named = {heading: bars_of(each) for heading, each in style.named_timelines("picture", tracks).items()}
     longest = max(bar.end for rows in named.values() for row in rows for bar in row)

@@ -34,8 +34,8 @@ def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone:
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
-STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in PASSES}
+STRENGTH = dict.fromkeys(PASSES, 0.5)
+STRENGTH |= {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
 
 
 def color_of(unit: Unit) -> tuple[float, ...]:
