@@ -31,7 +31,7 @@ def build_explorer(app, error):
     page.parent.mkdir(exist_ok=True)
     try:
         explorer["build"](page)
-    except explorer["NoCompiler"] as missing:
+    except OSError as missing:
         text = f"the schedule explorer was not built with these pages: {missing}"
         page.write_text(
             f"<!doctype html>\n<meta charset=utf-8>\n<p>{text}\n", encoding="utf-8"

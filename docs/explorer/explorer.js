@@ -8,24 +8,39 @@ const Explorer = (async () => {
   const wasm = Uint8Array.from(atob(byId("wasm").textContent), (c) => c.charCodeAt(0))
   const laboratory = await Laboratory.open(wasm, facts)
 
+  // -- designs, as data ---------------------------------------------------------------------------------------------
+
+  const PLAIN = {
+    family: "seq1f1b", P: 4, M: 4, k: 2, v: 1, options: {}, order: "",
+    F: 1, B: 2, W: null, message: 0, attention: 0, split: "even",
+    recompute: "none", offload: "none", tier: 0.5, cap: 1,
+  }
+  const make = (changes) => ({ ...PLAIN, ...changes })
+
+  const FIRST = [make({ family: "1f1b", k: 1 }), PLAIN] // as in the paper
+
+  // The designs of a link; null where it holds none.
+  function fromLink(text) {
+    try {
+      const [a, b = a] = JSON.parse(decodeURIComponent(text))
+      return [make(a), make(b)]
+    } catch {
+      return null
+    }
+  }
+
   // -- the form of a design -----------------------------------------------------------------------------------------
 
   const familyOf = (design) => facts.families.find(({ name }) => name === design.family)
-  const fits = (design) => design.recompute === "fit" || design.offload === "fit"
-  const familiesThat = (test) => facts.families.filter(test).map(({ name }) => [name, name])
-  const FAMILIES = {
-    "over segments": familiesThat((one) => one.has_segments),
-    "over whole micro-batches": familiesThat((one) => !one.has_segments),
-    yours: [["text", "an order as text"]],
-  }
-  const NO_FIELD = ["costs", "transfer", "unit_bytes", "cap_bytes"] // options that other fields say, or none
-  const WAYS = { "": [["none", "none"], ["all", "all units"], ["fit", "as few as fit"]] }
-  const SPLITS = { "": [["even", "equal lengths"], ["equal", "equal times"]] }
+  const FAMILIES = [...facts.families.map(({ name }) => [name, name]), ["text", "an order as text"]]
+  const NO_FIELD = ["costs", "transfer", "unit_bytes", "cap_bytes", "trees"] // options that other fields say, or none
+  const WAYS = [["none", "none"], ["all", "all units"], ["fit", "as few as fit"]]
+  const SPLITS = [["even", "equal lengths"], ["equal", "equal times"]]
 
   // The fields that say something of a design: name, label, what it is, and its choices, or how its input looks.
   function fieldsOf(design) {
     const family = familyOf(design)
-    const [count, seconds, text] = [{ min: 1, step: 1 }, { min: 0, step: "any" }, { type: "text" }]
+    const [count, seconds] = [{ min: 1, step: 1 }, { min: 0, step: "any" }]
     const fields = [["family", "family", "the rule by which units are ordered", FAMILIES]]
     if (family) {
       fields.push(
@@ -34,15 +49,10 @@ const Explorer = (async () => {
         ["k", "k segments", "segments: slices of each micro-batch along the sequence", count],
         ["v", "v stages", "stages that each rank holds", count],
       )
-      const parents =
-        "micro-batches whose segments are trees: what each segment follows, -1,0,0; a word for all micro-batches, or " +
-        "one for each, with - for a chain; empty: chains"
-      if (family.has_segments) fields.push(["parents", "parents", parents, text])
       for (const option of family.options.filter((name) => !NO_FIELD.includes(name))) {
-        const words = laboratory.wordsOf(option).map((word) => [word, word])
-        const choices = { "": [["", "its own"], ...words] }
+        const words = facts.options.find(({ name }) => name === option).words.map((word) => [word, word])
         const title = `option ${option} of ${family.name}; empty: the family's own`
-        const about = words.length ? choices : { min: 0, step: 1 }
+        const about = words.length ? [["", "its own"], ...words] : { min: 0, step: 1 }
         fields.push([`option.${option}`, option.replace("_", " "), title, about])
       }
     }
@@ -59,18 +69,15 @@ const Explorer = (async () => {
     )
     if (design.offload !== "none")
       fields.push(["tier", "each way, s", "seconds of a rank's tier for what it saves of a micro-batch", seconds])
-    if (fits(design))
+    if (design.recompute === "fit" || design.offload === "fit")
       fields.push(["cap", "cap, micro-batches", "activations that a rank holds at most, in micro-batches", seconds])
     return fields
   }
 
   function control(name, value, about) {
-    const groups = Object.entries(about).filter(([, choices]) => Array.isArray(choices))
-    const made = groups.length ? element("select") : element("input", { type: "number", ...about })
-    for (const [label, choices] of groups) {
-      const options = choices.map(([value, textContent]) => element("option", { value, textContent }))
-      made.append(...(label ? [element("optgroup", { label }, ...options)] : options))
-    }
+    const made = Array.isArray(about)
+      ? element("select", {}, ...about.map(([value, textContent]) => element("option", { value, textContent })))
+      : element("input", { type: "number", ...about })
     made.dataset.name = name
     made.value = value ?? ""
     return made
@@ -86,7 +93,6 @@ const Explorer = (async () => {
       if (family.has_segments !== after.k > 1) after.k = family.has_segments ? 4 : 1
       if (family.validity.includes("M = P")) after.M = after.P
     }
-    if (fits(after) && !fits(before)) after.cap = 1
     return after
   }
 
@@ -103,19 +109,8 @@ const Explorer = (async () => {
       })
       const summary = element("summary", { textContent: "The order as text: edit it" })
       const editor = element("details", {}, summary, this.area)
-      const button = (textContent, title, onclick) => element("button", { type: "button", textContent, title, onclick })
-      this.exports = element(
-        "div", { className: "exports" },
-        button("Order", "Save the order as text", () => this.save("txt", this.result.text)),
-        button("SVG", "Save the timeline as it stands, on white", () =>
-          this.save("svg", timelines.svgFile(shown().indexOf(this))),
-        ),
-        button("Python", "Save the lines that build and simulate this design", () =>
-          this.save("py", Designs.toPython(this.design, this.result, facts)),
-        ),
-      )
       const title = element("h2", { textContent: `Design ${side}` })
-      const parts = [title, this.form, this.rule, this.refusal, editor, this.exports]
+      const parts = [title, this.form, this.rule, this.refusal, editor]
       this.box = element("section", { className: "panel", ariaLabel: `Design ${side}` }, ...parts)
     }
 
@@ -159,7 +154,6 @@ const Explorer = (async () => {
       const { refused, text } = this.result
       const order = this.design.family === "text" ? this.design.order : (text ?? "")
       if (this.area.value !== order) this.area.value = order
-      this.exports.hidden = refused !== null
       this.refusal.replaceChildren(...(refused === null ? [] : [element("div", { className: "refused" }, refused)]))
     }
 
@@ -168,13 +162,6 @@ const Explorer = (async () => {
       const name = design.family === "text" ? "order as text" : design.family
       const heading = `${this.side}: ${name}${result.k > 1 ? `, ${result.k} segments` : ""}`
       return { ...result, heading, note: limitText(result) }
-    }
-
-    save(kind, content) {
-      const { P, M, k } = this.result
-      const href = URL.createObjectURL(new Blob([content]))
-      element("a", { href, download: `${this.design.family}-P${P}-M${M}-k${k}.${kind}` }).click()
-      setTimeout(() => URL.revokeObjectURL(href), 10000)
     }
   }
 
@@ -219,14 +206,12 @@ const Explorer = (async () => {
   // -- the page -----------------------------------------------------------------------------------------------------
 
   const timelines = new Timelines(byId("timelines"), facts.style, { wheelZooms: false })
-  const presets = Designs.presets
   const panels = ["A", "B"].map((side) => new Panel(side))
   const shown = () => panels.filter(({ result }) => result.refused === null)
 
   // Computes what has changed and shows all; `keepsView`: as far as it was zoomed in.
   function update(changed, keepsView) {
-    if (keepsView) byId("preset").value = ""
-    history.replaceState(null, "", `#${Designs.toLink(panels.map(({ design }) => design))}`)
+    history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(panels.map(({ design }) => design)))}`)
     changed.forEach((panel) => panel.compute())
     showTable(shown().map(({ result }) => result))
     timelines.show(shown().map((panel) => panel.timeline()), { keepsView })
@@ -234,24 +219,14 @@ const Explorer = (async () => {
 
   function open(pair) {
     panels.forEach((panel, i) => {
-      panel.design = structuredClone(pair[i] ?? pair[0])
+      panel.design = pair[i] ?? pair[0]
       panel.fill()
     })
     update(panels, false)
   }
 
   byId("panels").append(...panels.map(({ box }) => box))
-  byId("preset").append(element("option", { value: "", textContent: "the designs below" }))
-  byId("preset").append(...presets.map(({ name }, value) => element("option", { value, textContent: name })))
-  byId("preset").addEventListener("change", ({ target }) => target.value && open(presets[target.value].pair))
-  byId("link").addEventListener("click", async () => {
-    const copying = navigator.clipboard.writeText(location.href)
-    const otherwise = "copy the address of this page: it holds both designs" // where pages may not copy
-    byId("copied").textContent = await copying.then(() => "copied: the link holds both designs", () => otherwise)
-  })
   addEventListener("hashchange", () => location.reload()) // another link
-  const linked = Designs.fromLink(location.hash.slice(1))
-  byId("preset").value = linked === null ? "0" : ""
-  open(linked ?? presets[0].pair)
-  return { panels, timelines, presets, open, update, laboratory, facts } // for tests, and for whoever opens the console
+  open(fromLink(location.hash.slice(1)) ?? FIRST)
+  return { panels, timelines, open, make, fromLink, laboratory } // for tests, and for whoever opens the console
 })()

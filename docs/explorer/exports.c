@@ -1,9 +1,8 @@
 /* exports.c - what the explorer's JavaScript calls of the core, as WebAssembly.
  *
- * Conversions only, as csrc/binding is for Python. A module holds one design at a time: an order, its program and its
- * simulation, each replaced by the next call that makes one. Whatever can fail returns an s1f_status, whose message is
- * last_error(); where no memory is left the module traps. Arrays that JavaScript gives lie in memory from take(), and
- * are borrowed until reset(); those that it reads are the arrays of `told`. */
+ * Conversions only, as csrc/binding is for Python. An instance computes one design and ends with all of its memory, so
+ * nothing is freed. Whatever can fail returns an s1f_status, whose message is last_error(); where no memory is left the
+ * module traps. Arrays that JavaScript gives lie in memory from take(). */
 #include "core/check.h"
 #include "core/lower.h"
 #include "core/schedule.h"
@@ -17,9 +16,13 @@
 
 #define EXPORT(name) __attribute__((export_name(#name), used))
 
-typedef struct block {
-    _Alignas(16) struct block *next; /* for whatever lies behind it */
-} block;
+/* Appends a number to a list of JavaScript's. Lists of units hold one rank after another, each rank's units in run
+ * order; `first` has the number of each rank's first unit, and last the number of units, as other lists named so have.
+ *   counts    ranks, stages, micro-batches, segments
+ *   path      numbers of units; slack, path: empty where units move
+ *   inputs    numbers of the units whose results a unit takes
+ *   when, by  changes of the bytes of activations that a rank holds, in order of time; total [rank]: most bytes */
+__attribute__((import_module("explorer"), import_name("tell"))) void tell(const char *list, double value);
 
 static struct {
     s1f_options options;
@@ -27,80 +30,17 @@ static struct {
     s1f_program *program;
     s1f_simulation *simulation;
     s1f_costs costs;
-    double *pass_seconds[S1F_MAX_PASSES];
-    s1f_memory_bytes bytes;
-    char *text;
-    block *blocks; /* of take() */
+    const int64_t *bytes;
+    int32_t num_inputs, num_changes; /* that have been told */
 } lab;
 
-/* -- arrays for JavaScript ----------------------------------------------------------------------------------------- */
-
-/* Numbers of all kinds, as doubles. Those of units lie one rank after another, each rank's in run order; `first` has
- * the number of each rank's first, and at the end how many there are, as the others of that name have.
- * counts: ranks, stages, micro-batches, segments; columns of a table where micro-batches differ, 0 where not
- * segments_of [micro-batch]; parents [cell of a stage], empty: chains; path: numbers of units, empty without causes
- * inputs: numbers of the units whose results a unit takes; total [rank] bytes: most in all
- * when, by, holding: changes of what a rank holds, in the order of time, by how many bytes, and of which. */
-/* clang-format off */
-#define ARRAYS(X)                                                                                                      \
-    X(counts) X(rank_of_stage) X(segments_of) X(parents) X(first) X(pass) X(stage) X(microbatch) X(segment)            \
-    X(makespan) X(span) X(busy) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                              \
-    X(total) X(first_change) X(when) X(by) X(holding)
-/* clang-format on */
-#define NUMBER_OF(name) TELL_##name,
-#define EMPTY(name) {#name, NULL, 0, 0},
-enum { ARRAYS(NUMBER_OF) NUM_ARRAYS };
-
-typedef struct {
-    const char *name;
-    double *values;
-    int32_t count, room;
-} array;
-static array told[NUM_ARRAYS + 1] = {ARRAYS(EMPTY)};
-
-/* All of them; behind the last is one without a name. */
-EXPORT(arrays) const array *arrays(void)
-{
-    return told;
-}
-
-static void tell(int number, double value)
-{
-    array *own = &told[number];
-    if (own->count == own->room) {
-        own->room = 2 * own->room + 16;
-        own->values = realloc(own->values, (size_t)own->room * sizeof value);
-        if (own->values == NULL)
-            __builtin_trap();
-    }
-    own->values[own->count++] = value;
-}
-
-/* Zeroed bytes that reset() frees. */
+/* Zeroed bytes. */
 EXPORT(take) void *take(int32_t bytes)
 {
-    block *made = calloc(sizeof *made + (size_t)bytes, 1);
+    void *made = calloc((size_t)bytes, 1);
     if (made == NULL)
         __builtin_trap();
-    made->next = lab.blocks;
-    lab.blocks = made;
-    return made + 1;
-}
-
-/* Forgets the design, all that was given for it and all that was told of it. */
-EXPORT(reset) void reset(void)
-{
-    s1f_simulation_free(lab.simulation);
-    s1f_program_free(lab.program);
-    s1f_schedule_free(lab.order);
-    free(lab.text);
-    for (block *next; lab.blocks != NULL; lab.blocks = next) {
-        next = lab.blocks->next;
-        free(lab.blocks);
-    }
-    memset(&lab, 0, sizeof lab);
-    for (int number = 0; number < NUM_ARRAYS; number++)
-        told[number].count = 0;
+    return made;
 }
 
 EXPORT(last_error) const char *last_error(void)
@@ -110,47 +50,25 @@ EXPORT(last_error) const char *last_error(void)
 
 /* -- seconds and bytes --------------------------------------------------------------------------------------------- */
 
-/* Seconds of a pass, [stage][column]. */
-EXPORT(set_pass) void set_pass(int32_t pass, double *seconds)
+/* Seconds of passes, [pass][stage][segment], count of each; those without a bit in `given` are filled in. latency
+ * [stage]: seconds between it and the next. tier [stage][segment]: seconds out, or back; NULL: nothing moves. bytes
+ * [stage][segment]: what F saves. */
+EXPORT(set_tables)
+int32_t set_tables(double *seconds, uint32_t given, int32_t count, const double *latency, const double *tier,
+                   const int64_t *bytes)
 {
-    lab.pass_seconds[pass] = seconds;
-}
-
-/* The seconds that are not given, of so many units each. */
-EXPORT(fill_in) int32_t fill_in(int32_t count)
-{
-    uint32_t given = 0;
-    for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
-        given |= (uint32_t)(lab.pass_seconds[pass] != NULL) << pass;
-        if (lab.pass_seconds[pass] == NULL)
-            lab.pass_seconds[pass] = take(count * (int32_t)sizeof(double));
-        lab.costs.pass_seconds[pass] = lab.pass_seconds[pass];
-    }
-    return s1f_table_fill_in(lab.pass_seconds, given, count);
-}
-
-/* [stage] latency between it and the next; [stage][column] seconds of the tier, out or back, 0: nothing. */
-EXPORT(set_links) void set_links(const double *latency, const double *tier)
-{
+    double *passes[S1F_MAX_PASSES];
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        lab.costs.pass_seconds[pass] = passes[pass] = seconds + pass * count;
     lab.costs.latency = latency;
     lab.costs.tier_seconds = tier;
-}
-
-/* Bytes of a holding (unit.h), as its row there says; of S1F_HOLDS_SAVED without what W reads. */
-EXPORT(set_bytes) void set_bytes(int32_t holding, const int64_t *bytes)
-{
-    lab.bytes.of[holding] = bytes;
+    lab.bytes = bytes;
+    return s1f_table_fill_in(passes, given, count);
 }
 
 /* -- the order ----------------------------------------------------------------------------------------------------- */
 
-/* A word that option i of options.h may be, 1 or 2; 0: it is a number. */
-EXPORT(option_word) const char *option_word(int32_t i, int32_t word)
-{
-    return s1f_option_table[i].words[word - 1];
-}
-
-/* A number, or the number of a word. Costs are the seconds of the passes, filled in. */
+/* Option i of options.h: a number, or the number of a word. Costs are the seconds of the passes. */
 EXPORT(set_option) void set_option(int32_t i, double value)
 {
     void *field = (char *)&lab.options + s1f_option_table[i].offset;
@@ -160,23 +78,15 @@ EXPORT(set_option) void set_option(int32_t i, double value)
     case S1F_KIND_INT64: *(int64_t *)field = (int64_t)value; break;
     case S1F_KIND_SECONDS: *(double *)field = value; break;
     case S1F_KIND_COSTS_OF_UNITS:
-        lab.options.costs[0] = lab.pass_seconds[S1F_PASS_FORWARD];
-        lab.options.costs[1] = lab.pass_seconds[S1F_PASS_BACKWARD_INPUT];
-        lab.options.costs[2] = lab.pass_seconds[S1F_PASS_BACKWARD_WEIGHT];
+        lab.options.costs[0] = lab.costs.pass_seconds[S1F_PASS_FORWARD];
+        lab.options.costs[1] = lab.costs.pass_seconds[S1F_PASS_BACKWARD_INPUT];
+        lab.options.costs[2] = lab.costs.pass_seconds[S1F_PASS_BACKWARD_WEIGHT];
         break;
     default: break;
     }
 }
 
-/* Segments of each micro-batch, whose most is k of build(), and what each follows, [cell]. Tables are then
- * [stage][cell]. */
-EXPORT(set_rows) void set_rows(const int32_t *segments_of, const int32_t *parents)
-{
-    lab.options.segments_of = segments_of;
-    lab.options.parents = parents;
-}
-
-/* Places are counted by the seconds that the order was built for, where it was: a family's costs, and its transfer. */
+/* Places are counted by the seconds that the order was built for, if there are any: a family's costs and transfer. */
 static s1f_places count_places(const s1f_shape *shape)
 {
     s1f_places places = {.by_time = 1};
@@ -184,28 +94,21 @@ static s1f_places count_places(const s1f_shape *shape)
         return places;
     int64_t count = s1f_table_count(shape, S1F_PER_CELL), pairs = s1f_table_count(shape, S1F_PER_PAIR);
     double *seconds = take((int32_t)((s1f_num_passes * count + pairs) * (int64_t)sizeof *seconds));
-    places.seconds = seconds;
-    places.latency = seconds + s1f_num_passes * count;
-    for (int32_t pass = S1F_PASS_FORWARD; pass <= S1F_PASS_RECOMPUTE; pass++)
-        memcpy(seconds + pass * count, lab.pass_seconds[pass], (size_t)count * sizeof *seconds);
-    for (int64_t i = 0; i < count; i++) {
-        seconds[S1F_PASS_BACKWARD * count + i] =
-            seconds[S1F_PASS_BACKWARD_INPUT * count + i] + seconds[S1F_PASS_BACKWARD_WEIGHT * count + i];
-        seconds[S1F_PASS_RECOMPUTE * count + i] = seconds[i];
-    }
+    double *latency = seconds + s1f_num_passes * count;
+    memcpy(seconds, lab.costs.pass_seconds[0], (size_t)(s1f_num_passes * count) * sizeof *seconds);
+    for (int64_t i = 0; i < count; i++)
+        seconds[S1F_PASS_BACKWARD * count + i] = lab.options.costs[1][i] + lab.options.costs[2][i];
     for (int64_t s = 0; s < pairs; s++)
-        seconds[s1f_num_passes * count + s] = lab.options.transfer;
+        latency[s] = lab.options.transfer;
+    places.seconds = seconds;
+    places.latency = latency;
     return places;
 }
 
 /* Checks and lowers an order, if there is one, in place of the one before. */
-static s1f_status adopt(s1f_status status, s1f_schedule **order)
+static s1f_status adopt(s1f_status status)
 {
     S1F_TRY(status);
-    s1f_schedule_free(lab.order);
-    s1f_program_free(lab.program);
-    lab.order = *order;
-    lab.program = NULL;
     S1F_TRY(s1f_schedule_check(lab.order, 0));
     s1f_shape shape = s1f_schedule_shape(lab.order);
     return s1f_schedule_lower(lab.order, count_places(&shape), S1F_NO_RANK, &lab.program);
@@ -213,56 +116,43 @@ static s1f_status adopt(s1f_status status, s1f_schedule **order)
 
 EXPORT(build) int32_t build(const char *family, int32_t P, int32_t M, int32_t k, int32_t v)
 {
-    s1f_schedule *order = NULL;
-    return adopt(s1f_schedule_build(family, P, M, k, v, &lab.options, &order), &order);
+    return adopt(s1f_schedule_build(family, P, M, k, v, &lab.options, &lab.order));
 }
 
 EXPORT(read_text) int32_t read_text(const char *text)
 {
-    s1f_schedule *order = NULL;
-    return adopt(s1f_schedule_from_text(text, 0, &order), &order);
+    S1F_TRY(s1f_schedule_from_text(text, 0, &lab.order));
+    s1f_shape shape = s1f_schedule_shape(lab.order);
+    if (shape.first_cell != NULL)
+        return s1f_fail(S1F_ERR_ARG, "micro-batches of trees, or of unequal segments, are for seq1f1b draw FILE");
+    tell("counts", shape.num_ranks);
+    tell("counts", shape.num_stages);
+    tell("counts", shape.num_microbatches);
+    tell("counts", shape.num_segments);
+    return adopt(S1F_OK);
 }
 
-/* Recomputes (S1F_CELL_RECOMPUTED) or moves (S1F_CELL_MOVED) cells of all stages: a byte for each; 0: all of them. */
+/* Recomputes (S1F_CELL_RECOMPUTED) or moves (S1F_CELL_MOVED) cells of all stages: a byte for each; NULL: all cells. */
 EXPORT(change) int32_t change(int32_t kind, const unsigned char *chosen)
 {
-    s1f_schedule *order = NULL;
     if (kind == S1F_CELL_RECOMPUTED)
-        return adopt(s1f_schedule_recompute(lab.order, chosen, &order), &order);
-    return adopt(s1f_schedule_offload(lab.order, chosen, &order), &order);
+        return adopt(s1f_schedule_recompute(lab.order, chosen, &lab.order));
+    return adopt(s1f_schedule_offload(lab.order, chosen, &lab.order));
 }
 
-/* The order as text. */
+/* The order as text; NULL: too long for the memory. */
 EXPORT(text) const char *text(void)
 {
-    free(lab.text);
-    lab.text = NULL;
-    return s1f_schedule_to_text(lab.order, &lab.text) == S1F_OK ? lab.text : "";
-}
-
-EXPORT(tell_shape) void tell_shape(void)
-{
-    s1f_shape shape = s1f_schedule_shape(lab.order);
-    tell(TELL_counts, shape.num_ranks);
-    tell(TELL_counts, shape.num_stages);
-    tell(TELL_counts, shape.num_microbatches);
-    tell(TELL_counts, shape.num_segments);
-    tell(TELL_counts, shape.first_cell == NULL ? 0 : (double)s1f_num_cells(&shape));
-    for (int32_t stage = 0; stage < shape.num_stages; stage++)
-        tell(TELL_rank_of_stage, shape.rank_of_stage[stage]);
-    for (int32_t m = 0; m < shape.num_microbatches; m++)
-        tell(TELL_segments_of, s1f_segments_of(&shape, m));
-    for (int64_t cell = 0; shape.trees != NULL && cell < s1f_num_cells(&shape); cell++)
-        tell(TELL_parents, shape.trees->parent[cell]);
+    char *made = NULL;
+    s1f_schedule_to_text(lab.order, &made);
+    return made;
 }
 
 /* -- what comes of it ---------------------------------------------------------------------------------------------- */
 
-static s1f_status simulate(int with_causes)
+static s1f_memory_bytes held_bytes(void)
 {
-    s1f_simulation_free(lab.simulation);
-    lab.simulation = NULL;
-    return s1f_program_simulate(lab.program, &lab.costs, with_causes, &lab.simulation);
+    return (s1f_memory_bytes){.of[S1F_HOLDS_FOR_WEIGHT] = lab.bytes};
 }
 
 /* As few units as possible give up what their F saved, so that each rank fits into its room, [rank] bytes. */
@@ -271,14 +161,16 @@ EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
     const s1f_shape *shape = &lab.program->shape;
     int32_t count = (int32_t)(shape->num_stages * s1f_num_cells(shape));
     unsigned char *kinds = take(count), *chosen = take(count);
-    if (recomputes && moves)
-        S1F_TRY(simulate(0));
-    s1f_fit given = {.bytes = &lab.bytes,
+    s1f_memory_bytes bytes = held_bytes();
+    s1f_fit given = {.bytes = &bytes,
                      .room = room,
                      .recomputes = recomputes,
                      .moves = moves,
-                     .start = recomputes && moves ? lab.simulation->times : NULL,
                      .tier_seconds = lab.costs.tier_seconds};
+    if (recomputes && moves) {
+        S1F_TRY(s1f_program_simulate(lab.program, &lab.costs, 0, &lab.simulation));
+        given.start = lab.simulation->times;
+    }
     S1F_TRY(s1f_program_fit(lab.program, &given, kinds));
     for (int kind = S1F_CELL_RECOMPUTED; kind <= S1F_CELL_MOVED; kind++) {
         for (int32_t i = 0; i < count; i++)
@@ -289,101 +181,99 @@ EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
     return S1F_OK;
 }
 
-static void tell_times(void)
-{
-    const s1f_simulation *run = lab.simulation;
-    tell(TELL_makespan, run->makespan);
-    for (int32_t rank = 0; rank < run->num_ranks; rank++) {
-        tell(TELL_first, told[TELL_pass].count);
-        tell(TELL_span, run->span[rank]);
-        tell(TELL_busy, run->busy[rank]);
-        for (int64_t i = 0; i < lab.program->ranks[rank].num_units; i++) {
-            s1f_unit unit = lab.program->ranks[rank].units[i];
-            tell(TELL_pass, unit.pass);
-            tell(TELL_stage, unit.stage);
-            tell(TELL_microbatch, unit.microbatch);
-            tell(TELL_segment, unit.segment);
-            tell(TELL_start, run->start[rank][i]);
-            tell(TELL_end, run->end[rank][i]);
-            if (run->slack != NULL)
-                tell(TELL_slack, run->slack[rank][i]);
-        }
-    }
-    tell(TELL_first, told[TELL_pass].count);
-    for (int64_t i = 0; run->path != NULL && i < run->path_length; i++)
-        tell(TELL_path, told[TELL_first].values[run->path[i].rank] + (double)run->path[i].i);
-}
-
-/* After the times. */
-static void tell_inputs(void)
+/* Numbers of the units that make the products, and 1 more, [product][cell]; 0: no unit does. */
+static int32_t *find_makers(void)
 {
     const s1f_shape *shape = &lab.program->shape;
     int64_t cells = shape->num_stages * s1f_num_cells(shape);
-    int32_t *maker =
-        take((int32_t)(cells * S1F_MAX_PRODUCTS * (int64_t)sizeof *maker)); /* 1 + number; [product][cell] */
-    for (int writes = 0, number = 0; writes < 2; writes++, number = 0)
-        for (int32_t rank = 0; rank < shape->num_ranks; rank++)
-            for (int64_t i = 0; i < lab.program->ranks[rank].num_units; i++, number++) {
-                s1f_unit unit = lab.program->ranks[rank].units[i];
-                s1f_unit_input input;
-                for (int product = 0; !writes && product < S1F_MAX_PRODUCTS; product++)
-                    if (s1f_pass_makes(unit.pass, (s1f_product)product))
-                        maker[product * cells + s1f_cell_of_all(shape, unit)] = number + 1;
-                if (!writes)
-                    continue;
-                tell(TELL_first_input, told[TELL_inputs].count);
-                for (s1f_inputs walk = s1f_inputs_of(shape, unit); s1f_next_input(&walk, &input);) {
-                    int32_t other = maker[input.product * cells + s1f_cell_of_all(shape, input.maker)];
-                    if (other > 0)
-                        tell(TELL_inputs, other - 1);
-                }
-            }
-    tell(TELL_first_input, told[TELL_inputs].count);
+    int32_t *maker = take((int32_t)(cells * S1F_MAX_PRODUCTS * (int64_t)sizeof *maker)), number = 0;
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        for (int64_t i = 0; i < lab.program->ranks[rank].num_units; i++) {
+            s1f_unit unit = lab.program->ranks[rank].units[i];
+            number++;
+            for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+                if (s1f_pass_makes(unit.pass, (s1f_product)product))
+                    maker[product * cells + s1f_cell_of_all(shape, unit)] = number;
+        }
+    return maker;
 }
 
-static void tell_changes(uint32_t holdings, int64_t (*bytes_of)(const s1f_byte_tables *, uint32_t, s1f_unit), int sign,
-                         const s1f_byte_tables *tables, s1f_unit unit, double when)
+static void tell_unit(s1f_unit unit, double start, double end)
 {
-    for (uint32_t h = 0; h < S1F_NUM_HOLDINGS; h++) {
-        int64_t bytes = bytes_of(tables, holdings & 1u << h & tables->given, unit);
-        if (bytes == 0)
-            continue;
-        tell(TELL_when, when);
-        tell(TELL_by, (double)(sign * bytes));
-        tell(TELL_holding, s1f_facts_of_holding((s1f_holding)h).counts_with);
-    }
+    tell("pass", unit.pass);
+    tell("stage", unit.stage);
+    tell("microbatch", unit.microbatch);
+    tell("segment", unit.segment);
+    tell("start", start);
+    tell("end", end);
 }
 
-static s1f_status tell_memory(void)
+static void tell_inputs(s1f_unit unit, const int32_t *maker)
 {
-    const s1f_program *program = lab.program;
-    int32_t P = program->shape.num_ranks;
-    s1f_memory_peak *peaks = take(P * (int32_t)sizeof *peaks);
-    S1F_TRY(s1f_program_memory(program, &lab.bytes, peaks));
-    s1f_byte_tables tables = s1f_byte_tables_of(&program->shape, &lab.bytes);
-    s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
-    for (int32_t rank = 0; rank < P; rank++) {
-        tell(TELL_total, (double)peaks[rank].total);
-        tell(TELL_first_change, told[TELL_when].count);
-        for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
-            s1f_unit unit = program->ranks[rank].units[i];
-            s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-            tell_changes(lifetimes.takes, s1f_taken_bytes, 1, &tables, unit, lab.simulation->start[rank][i]);
-            tell_changes(lifetimes.frees, s1f_freed_bytes, -1, &tables, unit, lab.simulation->end[rank][i]);
+    const s1f_shape *shape = &lab.program->shape;
+    int64_t cells = shape->num_stages * s1f_num_cells(shape);
+    s1f_inputs walk = s1f_inputs_of(shape, unit);
+    tell("first_input", lab.num_inputs);
+    for (s1f_unit_input input; s1f_next_input(&walk, &input);) {
+        int32_t number = maker[input.product * cells + s1f_cell_of_all(shape, input.maker)];
+        if (number > 0) {
+            tell("inputs", number - 1);
+            lab.num_inputs++;
         }
     }
-    tell(TELL_first_change, told[TELL_when].count);
-    return S1F_OK;
+}
+
+static void tell_change(double when, double by)
+{
+    tell("when", when);
+    tell("by", by);
+    lab.num_changes++;
 }
 
 /* Simulates the order and tells what comes of it; slack and the critical path are not known where units move. */
 EXPORT(run) int32_t run(void)
 {
+    const s1f_program *program = lab.program;
     int has_causes = !(s1f_schedule_passes(lab.order) & 1u << S1F_PASS_OUT);
-    S1F_TRY(simulate(has_causes));
     if (has_causes)
-        S1F_TRY(s1f_simulation_find_slack(lab.program, &lab.costs, lab.simulation));
-    tell_times();
-    tell_inputs();
-    return tell_memory();
+        lab.costs.tier_seconds = NULL; /* nothing moves, though units could have */
+    S1F_TRY(s1f_program_simulate(program, &lab.costs, has_causes, &lab.simulation));
+    const s1f_simulation *found = lab.simulation;
+    if (has_causes)
+        S1F_TRY(s1f_simulation_find_slack(program, &lab.costs, lab.simulation));
+    s1f_memory_bytes bytes = held_bytes();
+    s1f_memory_peak *peaks = take(found->num_ranks * (int32_t)sizeof *peaks);
+    S1F_TRY(s1f_program_memory(program, &bytes, peaks));
+    s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
+    const int32_t *maker = find_makers();
+    double number = 0, *first = take(found->num_ranks * (int32_t)sizeof *first);
+    tell("makespan", found->makespan);
+    for (int32_t rank = 0; rank < found->num_ranks; rank++) {
+        first[rank] = number;
+        tell("first", number);
+        tell("span", found->span[rank]);
+        tell("busy", found->busy[rank]);
+        tell("total", (double)peaks[rank].total);
+        tell("first_change", lab.num_changes);
+        for (int64_t i = 0; i < program->ranks[rank].num_units; i++, number++) {
+            s1f_unit unit = program->ranks[rank].units[i];
+            s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
+            double start = found->start[rank][i], end = found->end[rank][i];
+            double saved = (double)lab.bytes[s1f_column_of_all(&program->shape, unit)];
+            tell_unit(unit, start, end);
+            tell_inputs(unit, maker);
+            if (has_causes)
+                tell("slack", found->slack[rank][i]);
+            if (s1f_begins_to_live(lifetimes))
+                tell_change(start, saved);
+            if (s1f_ends_to_live(lifetimes))
+                tell_change(end, -saved);
+        }
+    }
+    tell("first", number);
+    tell("first_input", lab.num_inputs);
+    tell("first_change", lab.num_changes);
+    for (int64_t i = 0; has_causes && i < found->path_length; i++)
+        tell("path", first[found->path[i].rank] + (double)found->path[i].i);
+    return S1F_OK;
 }

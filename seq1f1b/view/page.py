@@ -73,8 +73,8 @@ _PAGE = """<!doctype html>
 %(style)s
 </style>
 <h2>%(title)s</h2>
-<p>The wheel or two fingers zoom, a drag moves. Hover over a unit, tap it, or press arrow keys, for its times and what
-it waits for.</p>
+<p>The wheel, two fingers, + and - zoom, a drag moves, 0 shows the whole. Hover over a unit, tap it, or press arrow
+keys, for its times and what it waits for.</p>
 <div id="timelines"></div>
 <script>
 %(script)s
@@ -111,13 +111,8 @@ def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
 
 
 def memory_changes(run: Simulation) -> list[Changes]:
-    """Returns the bytes taken and freed by the units of each rank, by the core's rules.
-
-    Raises:
-        ValueError: the simulation was not given ``memory``.
-    """
-    if run.given is None:
-        raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
+    """Returns the bytes taken and freed by the units of each rank of ``simulate(memory=...)``, by the core's rules."""
+    assert run.given is not None
     names = [_C.HOLDINGS[counts_with][0] for _, _, counts_with in _C.HOLDINGS]
     found = []
     for track, bytes_of in zip(run.timeline, run.schedule._byte_changes(run.given), strict=True):

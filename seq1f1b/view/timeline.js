@@ -19,9 +19,7 @@ const Timelines = (() => {
   const LETTER = 6 // pixels of a letter of a unit's name
   const FINGER = 10 // pixels that a tap may be off
   const MOST_OF_PATH = 500 // units of a critical path in view: more would hide the others
-  const [INK, FAINT, GRID] = [["ink", "#1d2329"], ["faint", "#5f6873"], ["grid", "#e3e7eb"]].map(
-    ([name, light]) => `var(--${name}, ${light})`,
-  )
+  const [INK, FAINT, GRID] = ["var(--ink)", "var(--faint)", "var(--grid)"]
   const LATER =
     '<pattern id="later" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">' +
     '<rect width="2" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
@@ -47,7 +45,6 @@ const Timelines = (() => {
   const label = (x, y, size, fill, anchor, text) =>
     `<text x="${round(x)}" y="${round(y)}" font-size="${size}" fill="${fill}" text-anchor="${anchor}" ` +
     `dominant-baseline="central">${text}</text>`
-  const escape = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c])
 
   function element(tag, properties = {}, ...children) {
     const made = Object.assign(document.createElement(tag), properties)
@@ -280,19 +277,13 @@ const Timelines = (() => {
     // timeline is focused and without Ctrl; else the page scrolls.
     constructor(root, style, { wheelZooms = true } = {}) {
       Object.assign(this, { root, style, wheelZooms, pictures: [], frames: [], from: 0, to: 1, pointers: new Map() })
-      Object.assign(this, { selected: null, tapped: null }) // {index, unit}; where a finger is that has not moved
+      this.selected = null // {index, unit}
       this.legend = element("div", { className: "timeline-legend" })
       this.body = element("div")
       this.tip = element("div", { className: "timeline-tip", hidden: true })
       this.said = element("div", { className: "timeline-said", ariaLive: "polite" })
-      const button = (textContent, ariaLabel, onclick) =>
-        element("button", { type: "button", textContent, ariaLabel, title: ariaLabel, onclick })
-      const tools = element(
-        "div", { className: "timeline-tools" }, button("+", "Zoom in", () => this.zoom(0.7)),
-        button("−", "Zoom out", () => this.zoom(1 / 0.7)), button("Whole", "Show the whole step", () => this.reset()),
-      )
       root.classList.add("timelines")
-      root.append(tools, this.legend, this.body, this.said, this.tip)
+      root.append(this.legend, this.body, this.said, this.tip)
       new ResizeObserver(() => this.draw()).observe(root)
     }
 
@@ -312,15 +303,16 @@ const Timelines = (() => {
     }
 
     frame(picture, index) {
-      const keys = "Arrow keys go from unit to unit; plus and minus zoom."
+      const keys = "Arrow keys go from unit to unit; plus and minus zoom, 0 shows the whole."
       const ariaLabel = `Timeline of ${picture.heading()}. ${keys}`
       const plot = element("div", { className: "timeline-plot", tabIndex: 0, role: "img", ariaLabel })
       const on = (type, act) => plot.addEventListener(type, (event) => act(event), { passive: false })
       on("wheel", (event) => this.wheel(event))
       on("pointerdown", (event) => this.press(event))
       on("pointermove", (event) => this.move(event, index))
-      on("pointerup", (event) => this.release(event, index))
+      on("pointerup", (event) => this.pointers.delete(event.pointerId))
       on("pointercancel", (event) => this.pointers.delete(event.pointerId)) // the page scrolls
+      on("click", (event) => this.select(event, index)) // a tap, too
       on("pointerleave", ({ pointerType }) => pointerType === "mouse" && (this.tip.hidden = true))
       on("keydown", (event) => this.key(event, index))
       const note = element("p", { className: "timeline-note", textContent: picture.timeline.note ?? "" })
@@ -351,15 +343,6 @@ const Timelines = (() => {
       return picture.svg({ width, row, from: this.from, to: this.to, most: this.most(picture), selected })
     }
 
-    // A timeline as it stands, below its heading, on white: a file of its own.
-    svgFile(index, width = 1200, row = 56) {
-      const size = `width="${width}" height="${this.pictures[index].P * row + AXIS + 24}"`
-      const heading = label(4, 12, 14, INK, "start", escape(this.pictures[index].heading()))
-      const parts = `<rect width="100%" height="100%" fill="#fff"/>${heading}<g transform="translate(0 24)">`
-      const text = `<svg xmlns="http://www.w3.org/2000/svg" ${size} font-family="system-ui, sans-serif">${parts}`
-      return `${text}${this.svg(index, width, row)}</g></svg>\n`.replace(/var\([^,]*, ([^)]*)\)/g, "$1")
-    }
-
     draw() {
       this.waits ??= requestAnimationFrame(() => this.drawNow())
     }
@@ -377,11 +360,11 @@ const Timelines = (() => {
         return element("span", {}, box, text)
       }
       const all = this.pictures.map((picture) => picture.timeline)
-      const isThere = (_, pass) => all.some((t) => t.pass.includes(pass))
-      const isTimed = (_, pass) => all.some((t) => t.pass.some((p, i) => p === pass && t.end[i] > t.start[i]))
-      const units = this.style.passes.filter(isTimed).map((one) => swatch(one.colors[0].fill, one.text))
-      const marks = this.style.passes.filter((one, pass) => isThere(one, pass) && !isTimed(one, pass))
-      if (marks.length) units.push(swatch("currentColor", marks.map(({ text }) => text).join(", ")))
+      const isThere = (pass) => all.some((t) => t.pass.includes(pass))
+      const isTimed = (pass) => all.some((t) => t.pass.some((p, i) => p === pass && t.end[i] > t.start[i]))
+      const units = this.style.passes.flatMap(({ colors, text }, pass) =>
+        isThere(pass) ? [swatch(isTimed(pass) ? colors[0].fill : INK, text)] : [],
+      )
       if (this.pictures.some(({ hasLater }) => hasLater))
         units.push(swatch("repeating-linear-gradient(135deg,#777 0 2px,#ddd 2px 4px)", "later stages of a rank"))
       if (this.pictures.some(({ critical }) => critical.size > 0)) units.push(element("span", {}, "— critical path"))
@@ -406,10 +389,6 @@ const Timelines = (() => {
       this.draw()
     }
 
-    reset() {
-      this.set(...this.whole)
-    }
-
     // about: a share of the axis that stays where it is.
     zoom(factor, about = 0.5) {
       const middle = this.from + about * (this.to - this.from)
@@ -430,17 +409,12 @@ const Timelines = (() => {
       event.currentTarget.setPointerCapture(event.pointerId)
       this.pointers.set(event.pointerId, this.shareAt(event))
       this.tip.hidden = true
-      const isTap = event.pointerType !== "mouse" && this.pointers.size === 1
-      this.tapped = isTap ? [event.clientX, event.clientY] : null
     }
 
-    // A tap tells what lies under it, as hovering does.
-    release(event, index) {
-      this.pointers.delete(event.pointerId)
-      if (this.tapped === null) return
-      const unit = this.tellAt(index, ...this.tapped, FINGER)
+    // A tap or click tells what lies under it, as hovering does.
+    select({ clientX, clientY }, index) {
+      const unit = this.tellAt(index, clientX, clientY, FINGER)
       this.selected = unit < 0 ? null : { index, unit }
-      this.tapped = null
       this.draw()
     }
 
@@ -449,10 +423,6 @@ const Timelines = (() => {
         this.tellAt(index, event.clientX, event.clientY, 3)
         return
       }
-      const [x, y] = this.tapped ?? [Infinity, Infinity]
-      if (Math.hypot(event.clientX - x, event.clientY - y) < FINGER) return
-      this.tapped = null
-      this.tip.hidden = true
       const [share, before] = [this.shareAt(event), this.pointers.get(event.pointerId)]
       this.pointers.set(event.pointerId, share)
       const [other] = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, still]) => still)
@@ -497,7 +467,7 @@ const Timelines = (() => {
       else if (event.key === "0" || event.key === "Escape") {
         this.selected = null
         this.tip.hidden = true
-        this.reset()
+        this.set(...this.whole)
       } else if (["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"].includes(event.key)) this.step(index, event.key)
       else return
       event.preventDefault()

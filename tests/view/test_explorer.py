@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ BUILD = [sys.executable, str(ROOT / "docs/explorer/build.py")]
 PACKAGES = "clang lld wasi-libc libclang-rt-dev-wasm32"
 COMPUTE = """
 const plain = (_, x) => ArrayBuffer.isView(x) ? Array.from(x) : x
-const found = arguments[0].map((design) => explorer.laboratory.compute({...Designs.make({}), ...design}))
+const found = arguments[0].map((design) => explorer.laboratory.compute(explorer.make(design)))
 return JSON.stringify(found, plain)
 """
 
@@ -37,7 +37,7 @@ return JSON.stringify(found, plain)
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("explorer") / "explorer.html"
     done = subprocess.run([*BUILD, str(path)], capture_output=True, text=True)
-    if done.returncode == 3:
+    if "apt-get install" in done.stderr:
         absent(done.stderr)
     assert done.returncode == 0, done.stderr
     return path.as_uri()
@@ -60,7 +60,7 @@ def opened(browser: Any, url: str) -> Timelines:
 
 
 def show(page: Timelines, *designs: dict[str, Any]) -> None:
-    page.run("explorer.open(arguments[0].map(Designs.make))", designs)
+    page.run("explorer.open(arguments[0].map(explorer.make))", designs)
 
 
 def compute(page: Timelines, designs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def compute(page: Timelines, designs: list[dict[str, Any]]) -> list[dict[str, An
 def test_without_a_compiler_no_file_pretends_to_be_the_explorer(tmp_path: Path) -> None:
     command = [*BUILD, str(tmp_path / "explorer.html")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
-    assert done.returncode == 3 and "apt-get install clang lld wasi-libc" in done.stderr
+    assert done.returncode == 1 and "apt-get install clang lld wasi-libc" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,12 +127,9 @@ def random_design(rng: random.Random, family: Family) -> dict[str, Any]:
 def simulated(design: dict[str, Any], family: Family) -> Simulation:
     """The design by the package's own calls."""
     parts = design["k"] * design["v"]
+    weight = None if design["W"] is None else design["W"] / parts
     costs = Costs(
-        design["F"] / parts,
-        design["B"] / parts,
-        None if design["W"] is None else design["W"] / parts,
-        links=Links(design["message"]),
-        tier=design["tier"] / parts if design["offload"] != "none" else 0.0,
+        design["F"] / parts, design["B"] / parts, weight, links=Links(design["message"]), tier=design["tier"] / parts
     )
     options = dict(design["options"])
     if "costs" in family.options:
@@ -147,7 +144,8 @@ def simulated(design: dict[str, Any], family: Family) -> Simulation:
     memory = StepMemory(activations=1)
     if by := [way for way in ("recompute", "offload") if design[way] == "fit"]:
         order = order.fit(memory, int(design["cap"] * parts), by=by, costs=costs)
-    return order.simulate(costs, memory=memory, critical="O" not in order.kinds)
+    moves = "O" in order.kinds
+    return order.simulate(costs if moves else replace(costs, tier=0.0), memory=memory, critical=not moves)
 
 
 def test_200_random_designs_have_the_numbers_of_the_package(page: Timelines) -> None:
@@ -186,57 +184,11 @@ def test_200_random_designs_have_the_numbers_of_the_package(page: Timelines) -> 
         assert abs(found["bubble"] - run.bubble_ratio) < 1e-12
 
 
-def test_trees_have_the_numbers_of_the_package(page: Timelines) -> None:
-    """Attention is to the tokens of a segment's path, in a design as in an order as text."""
-    trees = [[-1, 0, 0, 1, 0], [-1, 0], [-1, 0, 0, 0, 2]]
-    keys = [[1, 3, 3, 5, 3], [1, 3], [1, 3, 3, 3, 5]]  # twice the token in the middle of each, along its path
-    parents, F, B, part = " ".join(",".join(map(str, own)) for own in trees), 1.5, 2.5, 0.4
-    plain = {"family": "seq1f1b", "P": 2, "M": 3, "F": F, "B": B, "attention": part, "parents": parents}
-
-    def seconds(whole: float) -> list[list[list[float]]]:
-        rows = [[(1 - part) / len(own) + part * key / sum(own) for key in own] for own in keys]
-        return [[[whole * x for x in row] for row in rows]] * 2
-
-    counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": [len(own) for own in trees], "parents": trees}
-    nested = build_schedule("seq1f1b", **counts, options={"trees": "nested"})
-    found = compute(page, [
-        {**plain, "options": {"trees": "nested"}},
-        {**plain, "family": "text", "order": nested.to_text(), "parents": ""},
-    ])  # fmt: skip
-    run = nested.simulate(Costs(seconds(F), seconds(B)), memory=StepMemory(activations=1))
-    first = nested.units_of(0).index(("F", 0, 0, 2))
-    for result in found:
-        assert result["text"] == nested.to_text() and result["trees"] == trees
-        assert result["makespan"] == pytest.approx(run.makespan) and tuple(result["memory"]["total"]) == run.peak
-        begin, end = result["inputs"]["first"][first : first + 2]
-        assert nested.units_of(0).index(("F", 0, 0, 0)) in result["inputs"]["units"][int(begin) : int(end)]
-
-
-DESIGNS = [
-    {"family": "seq1f1b", "k": 4, "attention": 0.6, "split": "equal", "message": 0.1},
-    {"family": "zb-h1", "M": 8, "k": 1, "recompute": "fit", "cap": 2},
-    {"family": "text", "order": "F0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0\n"},
-    {"family": "seq1f1b", "P": 2, "offload": "all", "tier": 0.7},
-    {"family": "seq-zb-h1", "P": 2, "M": 3, "parents": "-1,0,0 - -1,0,0,1", "attention": 0.5},
-]
-
-
-def test_the_lines_of_python_build_the_design(page: Timelines, capsys: Any) -> None:
-    """Run here, they give the numbers that the page has."""
-    found = compute(page, DESIGNS)
-    for design, result in zip(DESIGNS, found, strict=True):
-        assert result["refused"] is None, result["refused"]
-        show(page, design)
-        lines = page.run(
-            "const [{ design, result }] = explorer.panels; return Designs.toPython(design, result, explorer.facts)"
-        )
-        names: dict[str, Any] = {}
-        exec(lines, names)
-        run = names["run"]
-        assert run.makespan == result["makespan"], lines
-        assert run.schedule.to_text() == result["text"]
-        assert result["end"] == [end for row in run.end for end in row]
-    capsys.readouterr()
+def test_attention_makes_later_segments_longer(page: Timelines) -> None:
+    """A segment's share is that of its tokens, and of pairs of a token and one that it attends to: 1 and 3 of 4."""
+    plain = {"P": 1, "M": 1, "attention": 0.4}
+    even, equal = compute(page, [plain, {**plain, "split": "equal"}])
+    assert even["end"][:2] == pytest.approx([0.3 + 0.1, 1]) and equal["end"][:2] == pytest.approx([0.5, 1], abs=1e-4)
 
 
 MISTAKES = {
@@ -245,8 +197,10 @@ MISTAKES = {
     "the duration of a unit is -0.25, must be finite and at least 0": {"F": -0.5},
     "the share of attention is 2, must be in 0..1": {"attention": 2, "split": "equal"},
     "line 1, unit 2, 'X1.0'": {"family": "text", "order": "F0.0 X1.0"},
-    "parents hold 2 words, must hold one for all or for each of 4": {"parents": "-1,0 -"},
-    '"-1,0,,0": parents are written -1,0,0, or - for a chain, with blanks between': {"parents": "-1,0,,0"},
+    "micro-batches of trees, or of unequal segments, are for seq1f1b draw FILE": {
+        "family": "text",
+        "order": build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=[1, 2]).to_text(),
+    },
 }
 
 
@@ -271,30 +225,15 @@ def test_the_first_look_is_1f1b_beside_seq1f1b_without_a_network(page: Timelines
     assert note.startswith("Limited by rank 3, which works 12 s of 21 s. It waits 9 s (43%) before its first unit")
 
 
-def test_units_are_named_as_the_box_of_an_order_reads_them(page: Timelines) -> None:
-    """Also where units have no segment, or a rank has several stages."""
-    show(page, {"family": "1f1b", "k": 1, "P": 2}, {"family": "seq-zbv", "v": 2, "P": 2})
-    for index, order in enumerate(page.run("return explorer.panels.map(({result}) => result.text)")):
-        assert order == Schedule.from_text(order).to_text()
-        drawn = re.findall(r">(\[?\d*\]?[A-Z]?\d+\.\d+)<", page.run(f"return all.svgFile({index}, 4000)"))
-        assert sorted(drawn) == sorted(order.split())
-
-
 def test_a_link_holds_the_designs(browser: Any, url: str, page: Timelines) -> None:
-    """Every preset can be built, and is the same when it is read from a link; and one opened anew."""
-    pairs = page.run("return explorer.presets.map(({pair}) => pair)")
-    assert page.run("return arguments[0].map((pair) => Designs.fromLink(Designs.toLink(pair)))", pairs) == pairs
-    assert {result["refused"] and result["refused"]["text"] for pair in pairs for result in compute(page, pair)} == {
-        None
-    }
     order = "F0.0 B0.0\nF0.0 B0.0\n"
     show(page, {"family": "zb-h1", "k": 1, "M": 6, "options": {"cap": 5}, "W": 0.5}, {"family": "text", "order": order})
     state = "return explorer.panels.map(({result, design}) => [design, result.makespan, result.text])"
     before, link = page.run(state), page.run("return location.hash")
     assert opened(browser, url + link).run(state) == before and before[1][2] == order
-    odd = "return Designs.fromLink(arguments[0])"
+    odd = "return explorer.fromLink(arguments[0])"
     assert [page.run(odd, text) for text in ("", "x=1", "%5B", "7")] == [None] * 4
-    assert page.run(odd, json.dumps([{"M": 6}])) == page.run("return [Designs.make({M: 6})]") * 2
+    assert page.run(odd, json.dumps([{"M": 6}])) == page.run("return [explorer.make({M: 6})]") * 2
 
 
 def test_a_wrong_order_names_its_rule_and_both_units(page: Timelines) -> None:
@@ -308,18 +247,6 @@ def test_a_wrong_order_names_its_rule_and_both_units(page: Timelines) -> None:
         Schedule.from_text(area.get_property("value")).check()
     assert str(refused.value) in said and "on rank 0 B0.0 comes before B0.1" in said
     assert page.run("return all.pictures.length") == 1, "the other design stays"
-
-
-def test_saved_forms(page: Timelines) -> None:
-    order = build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=2)
-    page.run(
-        "window.saved = {}; explorer.panels[1].save = (kind, content) => saved[kind] = content;"
-        "explorer.panels[1].exports.querySelectorAll('button').forEach((button) => button.click())"
-    )
-    saved: dict[str, str] = page.run("return saved")
-    assert saved["txt"] == order.to_text() and "build_schedule(" in saved["py"]
-    assert saved["svg"].startswith("<svg xmlns=") and "var(" not in saved["svg"]
-    assert len(re.findall(r"h[\d.]+v[\d.]+H[\d.]+z", saved["svg"])) == 64, "a box for each unit"
 
 
 def test_keys_alone_change_a_design(page: Timelines) -> None:
@@ -368,18 +295,18 @@ def touch(browser: Any) -> Iterator[Callable[..., None]]:
 
 
 def test_a_tap_tells_of_a_unit_until_the_next_touch(page: Timelines, touch: Any) -> None:
-    def tap(moment: float, row: float) -> str | None:
+    def tap(moment: float, row: float) -> None:
         touch("touchStart", page.locate(1, moment, row))
         touch("touchEnd")
-        return page.run("return all.tip.hidden ? null : all.tip.innerText")
 
-    text = tap(1.25, 1.3)
-    assert text is not None and "F0.1, forward" in text and "1 s to 1.5 s, 0.5 s long" in text
+    tap(1.25, 1.3)
+    text = page.wait("return all.selected && all.tip.innerText")
+    assert "F0.1, forward" in text and "1 s to 1.5 s, 0.5 s long" in text
     assert page.run("return all.pictures[1].name(all.selected.unit)") == "F0.1"
-    assert "2.5 micro-batches of at most 2.5" in (tap(4.0, 0.9) or "")
-    whole = page.run("return [all.from, all.to]")
-    assert tap(10.0, 4.3) is None, "below the last rank"
-    assert page.run("return all.selected") is None and page.run("return [all.from, all.to]") == whole
+    tap(4.0, 0.9)
+    assert "2.5 micro-batches of at most 2.5" in page.wait("return !all.selected && all.tip.innerText")
+    tap(10.0, 4.3)
+    assert page.wait("return all.tip.hidden"), "below the last rank"
 
 
 def test_fingers_move_and_zoom(page: Timelines, touch: Any) -> None:
@@ -406,5 +333,5 @@ def test_a_drawing_stays_small_whatever_the_units(page: Timelines) -> None:
     for counts, units in (({"P": 8, "M": 64, "k": 8}, 8192), ({"P": 16, "M": 391, "k": 8}, 100_096)):
         show(page, counts)
         assert page.run("return explorer.panels[0].result.pass.length") == units
-        lengths.append(page.run("return all.svgFile(0).length") / counts["P"])
+        lengths.append(page.run("return all.svg(0, 1200, 56).length") / counts["P"])
     assert lengths[1] < 3 * lengths[0]

@@ -22,7 +22,7 @@ from trees import random_tree_order
 from seq1f1b import Costs, Links, Schedule, Simulation, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
 from seq1f1b.unit import inputs_of
-from seq1f1b.view.page import live_changes, memory_changes, timeline_html
+from seq1f1b.view.page import live_changes, timeline_html
 from seq1f1b.view.style import MOST_UNITS
 
 # -- without a browser -------------------------------------------------------------------------------------------------
@@ -83,8 +83,6 @@ def test_what_a_page_refuses(tmp_path: Path) -> None:
         timeline_html(path, simulate("gpipe", num_ranks=1, num_microbatches=MOST_UNITS // 2 + 1))
     with pytest.raises(ValueError, match="the timeline holds no unit"):
         timeline_html(path, [[]])
-    with pytest.raises(ValueError, match=r"need simulate\(memory=StepMemory"):
-        memory_changes(simulate("gpipe", num_ranks=2, num_microbatches=2))
     assert not path.exists()
 
 
@@ -126,7 +124,7 @@ def test_every_unit_with_room_has_its_name(two: Timelines) -> None:
     """With their pass where all have room for that, none where they are too narrow."""
 
     def names(width: int) -> list[str]:
-        return re.findall(r">([FB]?\d\.\d)<", two.run("return all.svgFile(0, arguments[0])", width))
+        return re.findall(r">([FB]?\d\.\d)<", two.run("return all.svg(0, arguments[0], 56)", width))
 
     tracks = simulate("1f1b", num_ranks=4, num_microbatches=4, num_segments=2).timeline
     units = sorted(str(unit) for track in tracks for unit, *_ in track)
@@ -203,14 +201,19 @@ def test_the_critical_path_is_drawn(bytes_of_two: Timelines) -> None:
     """A line from unit to unit, each from its start to its end, below its rank."""
     run = bytes_of_two.runs["seq1f1b"]
     placed = {unit: (rank, start, end) for rank, track in enumerate(run.timeline) for unit, start, end in track}
-    svg = bytes_of_two.run("return all.svgFile(0)")
-    (line,) = re.findall(r'<path d="([^"]*)" fill="none" stroke="#1d2329"', svg)
+    svg = bytes_of_two.run("return all.svg(0, 1200, 56)")
+    (line,) = re.findall(r'<path d="([^"]*)" fill="none" stroke="var\(--ink\)"', svg)
     points = re.findall(r"[ML]([\d.]+) ([\d.]+)", line)
     for i, unit in enumerate(run.critical_path):
         rank, start, end = placed[unit]
         for (x, y), moment in zip(points[2 * i : 2 * i + 2], (start, end), strict=True):
             assert abs(float(x) - (moment + 0.01 * run.makespan) / (1.02 * run.makespan) * 1098) < 0.02
             assert int(float(y) // 56) == rank
+
+
+def test_units_of_several_stages_have_the_names_of_an_order(bytes_of_two: Timelines) -> None:
+    drawn = re.findall(r">(\[\d\][A-Z]\d\.\d)<", bytes_of_two.run("return all.svg(1, 4000, 56)"))
+    assert sorted(drawn) == sorted(bytes_of_two.runs["dualpipev"].schedule.to_text().split())
 
 
 def test_memory_in_bytes_by_kind(bytes_of_two: Timelines) -> None:
@@ -232,7 +235,8 @@ def test_units_that_move_to_a_tier_are_drawn(browser: Any, tmp_path: Path) -> No
     assert all(start == end for track in run.timeline for unit, start, end in track if unit.kind in "OAL")
     legend = page.run("return all.legend.innerText")
     assert "move out" in legend and "critical path" not in legend
-    marks = re.findall(r'<rect x="[\d.]+" y="[\d.]+" width="2" height="19.99"', page.run("return all.svgFile(0)"))
+    svg = page.run("return all.svg(0, 1200, 56)")
+    marks = re.findall(r'<rect x="[\d.]+" y="[\d.]+" width="2" height="19.99"', svg)
     assert len(marks) == sum(kind in "OAL" for track in run.timeline for (kind, *_), *_ in track)
 
 
@@ -242,7 +246,7 @@ def test_a_measured_timeline_begins_at_its_first_unit(browser: Any, tmp_path: Pa
     measured = [[(unit, 5000 + start, 5000 + end) for unit, start, end in track] for track in run.timeline]
     timeline_html(tmp_path / "measured.html", {"measured": measured, "simulated": run})
     page = Timelines(browser, (tmp_path / "measured.html").as_uri())
-    first, second = (page.run("return all.svgFile(arguments[0])", i) for i in (0, 1))
-    assert first.replace("measured", "simulated") == second and ">0 s<" in first
+    first, second = (page.run("return all.svg(arguments[0], 1200, 56)", i) for i in (0, 1))
+    assert first == second and ">0 s<" in first
     assert page.hover(0, 5000.25, 0.3) == page.hover(1, 0.25, 0.3)
     assert "F0.0, forward" in page.hover(0, 5000.25, 0.3) and "0 s to 0.5 s" in page.hover(0, 5000.25, 0.3)
