@@ -69,28 +69,3 @@ def test_a_case_that_fails_says_why_and_stops_no_other(tmp_path: Path) -> None:
 def test_an_unknown_stage_is_named() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--only", "speeed"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "no stage speeed; there are doctor" in done.stderr
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-def case(stage: str, name: str, **figures: Any) -> dict[str, Any]:
-    return {"stage": stage, "case": name, "state": "passed", **figures}
-
-
-def arm(name: str, ms: float) -> dict[str, Any]:
-    return case("training", name, **{"ms": ms, "busy ms": ms - 1, "launches": 7, "peak growth MB": 1500})
-
-
-def test_the_cost_of_a_segment_is_told_beside_torch_alone() -> None:
-    """Which is the mean of its two times; an arm that failed has none."""
-    records = [
-        arm("Llama stage, torch alone", 100.0),
-        arm("Llama stage, k 4, seq-zb-h1", 104.0),
-        arm("Llama stage, torch alone again", 102.0),
-        case("training", "Llama stage, k 1", state="failed", why="out of memory"),
-    ]
-    rows = [line.split() for line in gpu.report(records).splitlines()]
-    assert ["k", "4,", "seq-zb-h1", "104.0", "1.030", "103.0", "7", "1.50"] in rows
-    ((_, row),) = gpu.training_tables(records[1:2])
-    assert row[:3] == ("k 4, seq-zb-h1", "104.0", "?")
