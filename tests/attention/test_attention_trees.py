@@ -101,16 +101,3 @@ def test_a_forward_after_its_parents_backward() -> None:
     message = "forward of segment 2 after the backward of segment 1, which it follows"
     with pytest.raises(RuntimeError, match=message), step.unit("F", 0, 2):
         pass
-
-
-def test_evaluation_gives_leaves_rows_to_others() -> None:
-    """Without a backward: three leaves in the same rows, and the slot is free after the last."""
-    step = SimulatedStep([4, 3, 3, 3], parents=[-1, 0, 0, 0], rows=[0, 4, 4, 4], num_rows=7, training=False)
-    qkv = random_qkv(2, 1, tokens=13)
-    wanted = by_paths(step, {}, qkv, torch.zeros_like(qkv[0]))[0]
-    for microbatch in range(2):
-        outs = []
-        for s in range(4):
-            with step.unit("F", microbatch, s), torch.no_grad():
-                outs.append(causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0)))
-        torch.testing.assert_close(torch.cat(outs, 2), wanted, rtol=1e-12, atol=1e-12)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from typing import Any
 
 import pytest
-import torch
 from tiny_model import cross_entropy, stage_of, whole_model
-from torch import Tensor
 from tree_runs import CONFIG, Trees, cut, data_of
 
-import seq1f1b
 from seq1f1b import (
-    Limits,
     LoopbackGroup,
     PipelineEngine,
-    PipelineError,
     ScheduleError,
     build_schedule,
 )
@@ -27,63 +21,6 @@ from seq1f1b.testing import run_ranks
 
 def of_rows(rows: Any) -> Trees:
     return Trees(rows, [None] * len(rows))
-
-
-# -- with other parts of the engine ------------------------------------------------------------------------------------
-
-
-class Routed(torch.nn.Module):
-    """Reads an argument of its tokens and one of its place, and leaves an auxiliary loss."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = torch.nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor, gate: Tensor | None = None, place: float = 0.0) -> Tensor:
-        out = self.linear(x) * (1.0 if gate is None else gate[..., None]) + place
-        seq1f1b.add_loss(out.square().mean())
-        return out
-
-
-def half_square(output: Tensor, target: Tensor) -> Tensor:
-    return 0.5 * (output - target).square().mean()
-
-
-def test_arguments_and_auxiliary_losses_of_rows() -> None:
-    """An auxiliary loss weighs by its targets, here its tokens: together it is the mean over all of the step."""
-    rows = [[3, 2, 4], [1], [2, 2]]
-    lengths = [sum(row) for row in rows]
-    x = [torch.rand(2, n, 4, dtype=torch.float64) for n in lengths]
-    gates = [torch.rand(2, n, dtype=torch.float64) for n in lengths]
-    targets = [torch.rand(2, n, 4, dtype=torch.float64) for n in lengths]
-    models = [Routed(0), Routed(1)]
-
-    def run(group: Any) -> Any:
-        model = copy.deepcopy(models[group.rank])
-        engine = PipelineEngine(
-            model,
-            num_microbatches=1,
-            loss_fn=half_square,
-            group=group,
-            arg_rules={"gate": "slice", "place": lambda unit: 0.5 * unit.microbatch},
-        )
-        losses = engine.step(x, target=targets, kwargs=[{"gate": gate} for gate in gates], segment_sizes=rows)
-        return losses, [p.grad for p in model.parameters()]
-
-    found = run_ranks(2, run)
-    for m, n in enumerate(lengths):
-        hidden = x[m]
-        share = n / sum(lengths)
-        for model in models:
-            hidden = model.linear(hidden) * gates[m][..., None] + 0.5 * m
-            (share * hidden.square().mean()).backward(retain_graph=True)
-        loss = half_square(hidden, targets[m])
-        (share * loss).backward()
-        assert abs(float(found[1][0][m] - loss.detach())) <= 1e-10
-    for model, (_, gradients) in zip(models, found, strict=True):
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            assert torch.allclose(parameter.grad, gradient, atol=1e-12)
 
 
 def test_many_steps_leave_nothing_behind() -> None:
@@ -159,24 +96,3 @@ def test_an_order_of_its_own() -> None:
         step_alone([[3, 2], [4]], schedule=rows)
     with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):
         step_alone([[3, 2], [4]], schedule="breadth-first")
-
-
-@pytest.mark.parametrize("mine", [[[2, 3], [4]], [[5], [4]], [[3, 2]], None, [[3, 0], [4]]])
-def test_rows_of_one_rank_alone(mine: Any) -> None:
-    """Every rank says so at once, with both values where they disagree; between steps in which they agree."""
-    rows = [[3, 2], [4]]
-    tokens, targets = data_of(of_rows(rows))
-    model, is_bad = whole_model(CONFIG), mine == [[3, 0], [4]]
-
-    def run(group: Any) -> str:
-        stage, options = stage_of(model, CONFIG, group.rank, 2), {"loss_fn": cross_entropy, "limits": Limits(step=20)}
-        engine = PipelineEngine(stage, num_microbatches=2, group=group, **options)
-        own = mine if group.rank else rows
-        engine.step(tokens, target=targets, segment_sizes=rows)
-        with pytest.raises(PipelineError if is_bad and group.rank == 0 else ValueError) as error:
-            engine.step(tokens, target=data_of(of_rows(own or rows))[1], segment_sizes=own)
-        engine.step(tokens, target=targets, segment_sizes=rows)
-        return str(error.value)
-
-    for told in run_ranks(2, run):
-        assert ("segment_sizes[0][1] is 0" if is_bad else f"{rows} on rank 0; {mine} on rank 1") in told

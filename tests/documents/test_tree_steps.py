@@ -58,7 +58,7 @@ def test_packed_documents_on_the_paths(seed: int) -> None:
     (tokens, targets), kwargs = data_of(trees, seed), documents_of(rng, trees)
     losses, truth, _ = run_paths(whole_model(CONFIG), trees, tokens, targets, kwargs)
     options = {"kwargs": kwargs, "arg_rules": {"doc_ids": "slice"}}
-    returned, gradients, _ = train("seq1f1b", 2, [(trees, tokens, targets)], **options)
+    returned, gradients, _ = train(2, [(trees, tokens, targets)], **options)
     for found in returned:
         torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=TOLERANCE)
     assert gradient_error(gradients, truth) <= TOLERANCE
@@ -168,19 +168,22 @@ class Placed(torch.nn.Module):
 
 def test_positions_and_offsets_go_along_the_path() -> None:
     """Also for a callable of the unit, which makes an argument of a stage."""
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int, int]] = []
 
     def place(unit: Any) -> Tensor:
-        seen.append((unit.segment, unit.offset, unit.length))
-        return torch.full((), float(unit.offset))
+        seen.append((unit.microbatch, unit.segment, unit.offset, unit.length))
+        return torch.full((), float(10 * unit.microbatch + unit.offset))
 
     engine = PipelineEngine(
         Placed(), num_microbatches=1, group=LoopbackGroup(1)[0], arg_rules={"place": place}, attention="unchecked"
     )
     x = torch.rand(1, 13, dtype=torch.float64)
-    _, (out,) = engine.eval([x], return_outputs=True, segment_sizes=[[4, 3, [2, 2], 1, 1]], parents=[[-1, 0, 0, 1, 1]])
-    assert sorted(set(seen)) == [(0, 0, 4), (1, 4, 3), (2, 4, 4), (3, 7, 1), (4, 7, 1)]
-    torch.testing.assert_close(out - x, torch.tensor([[0.0] * 4 + [4.0] * 7 + [7.0] * 2], dtype=torch.float64))
+    sizes, parents = [[4, 3, [2, 2], 1, 1], [1, 2]], [[-1, 0, 0, 1, 1], None]
+    _, outputs = engine.eval([x, x[:, :3]], return_outputs=True, segment_sizes=sizes, parents=parents)
+    of_tree = [(0, 0, 0, 4), (0, 1, 4, 3), (0, 2, 4, 4), (0, 3, 7, 1), (0, 4, 7, 1)]
+    assert sorted(set(seen)) == [*of_tree, (1, 0, 0, 1), (1, 1, 1, 2)]
+    for output, places in zip(outputs, ([0.0] * 4 + [4.0] * 7 + [7.0] * 2, [10.0, 11.0, 11.0]), strict=True):
+        torch.testing.assert_close(output - x[:, : len(places)], torch.tensor([places], dtype=torch.float64))
 
 
 def test_verify_runs_each_path_alone() -> None:
@@ -252,9 +255,9 @@ def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int) ->
     trees = Trees([[64] + [8] * 16], [[-1] + [0] * 16])
     tokens, targets = data_of(trees, size=1)
     bound = 1.1 * (64 + num_ranks * 8)
-    (report, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)])[2]
+    (report, *_) = train(num_ranks, [(trees, tokens, targets)])[2]
     numbers = {"options": {"trees": "numbers"}}
-    (by_number, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)], order=numbers)[2]
+    (by_number, *_) = train(num_ranks, [(trees, tokens, targets)], order=numbers)[2]
     for rank, wide in zip(report.ranks, by_number.ranks, strict=True):
         (stage,), per_token = rank.stages, wide.kv_bytes / 192  # the whole tree lies there
         assert stage.peak_live_tokens == stage.planned_live_tokens <= bound
@@ -276,7 +279,7 @@ def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int) ->
 def test_attention_of_a_tree_counts_along_its_paths(sizes: Any, parents: Any, spans: Any, tmp_path: Any) -> None:
     """In the share of a device's FLOP per second: as so many tokens, each behind its own path alone."""
     trees = Trees([sizes], [parents])
-    (report,) = train("seq1f1b", 1, [(trees, *data_of(trees, size=1))])[2]
+    (report,) = train(1, [(trees, *data_of(trees, size=1))])[2]
     shape = seq1f1b.ModelShape(hidden=16, layers=4, heads=2, kv_heads=1, ffn=16, vocab=13)
     flops = 3 * sum(shape.flops(first, end) for first, end in spans)
     report.save(tmp_path / "report.jsonl")

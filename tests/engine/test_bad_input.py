@@ -226,12 +226,6 @@ def test_a_closed_engine() -> None:
         engine.step(TOKENS, target=TARGET)
 
 
-@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
-def test_the_state_of_an_engine_is_named(name: str) -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute .*: seq1f1b.PipelineState\(engine, optimizer\)"):
-        getattr(make_engine(), name)
-
-
 BOUND: dict[str, Callable[[PipelineEngine], object]] = {
     "engine": lambda engine: engine,
     "group": lambda engine: engine._group,
@@ -430,27 +424,6 @@ def test_at_a_unit(fault: Callable[..., Any], words: str) -> None:
     assert calls[1] < calls[0], "the next stage ran on an output that was wrong"
 
 
-AT_LOSS: list[tuple[Callable[..., Any], str]] = [
-    (
-        lambda output, target: output.sum((1, 2)),
-        r"ValueError: ^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
-    ),
-    (
-        lambda output, target: cross_entropy(output[:, :2], target),
-        r"ValueError: ^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("loss", "words"), AT_LOSS)
-def test_at_the_loss(loss: Callable[..., Any], words: str) -> None:
-    (other, own), _ = run_two(loss=loss)
-    check_error(own, words)
-    assert (
-        type(other) is PipelineError and other.rank == 1 and "rank 1 ended the step: [1]F0.0: ValueError" in str(other)
-    )
-
-
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
 
 
@@ -489,35 +462,18 @@ def test_ranks_that_disagree(first: tuple[Any, Any], rank: int, words: str) -> N
 # -- a stage that changes its input in place ---------------------------------------------------------------------------
 
 
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "a product": lambda x: x.mul_(2.0),
-    "ReLU": lambda x: torch.relu_(x),
-    "a slice": lambda x: x[..., :2].mul_(2.0).sum() + x,
-    "a view": lambda x: x.view(-1).clamp_(-1, 1).view_as(x),
-}
-
-
-@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize("change", [lambda x: x.mul_(2.0), lambda x: x.view(-1).clamp_(-1, 1).view_as(x)])
 @pytest.mark.parametrize(("recompute", "remedy"), [("none", r"work on a copy: x = x \* 2"), ("all", "work on a copy")])
 def test_a_stage_that_changes_its_input_in_place_is_told_to_copy_it(change, recompute, remedy):
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Changing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(change(x))
+            return super().forward(change(x))
 
-    stages = [nn.Linear(4, 4), Changing()]
-    x = torch.randn(2, 8, 4)
+    stages, x = [nn.Linear(4, 4), Changing(4, 4)], torch.randn(2, 8, 4)
 
     def run(group: Any) -> None:
-        options: dict[str, Any] = {
-            "loss_fn": nn.functional.mse_loss,
-            "group": group,
-            "memory": Memory(recompute=recompute),
-        }
-        PipelineEngine(stages[group.rank], num_microbatches=2, num_segments=2, **options).step(x, target=x)
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "memory": Memory(recompute=recompute)}
+        make_engine(stages[group.rank], group=group, **options).step(x, target=x)
 
     with pytest.raises((RuntimeError, PipelineError), match=rf"\[1\]F0.0: .*{remedy}"):
         run_ranks(2, run)

@@ -233,10 +233,6 @@ def evaluate_other_weights(module: nn.Module, tokens: Tensor) -> None:
             parameter.copy_(weight)
 
 
-def test_a_global_count_of_targets_gives_the_mean_over_all_tokens():
-    run_processes(2, global_count)
-
-
 class Gated(nn.Module):
     """A layer for some segments of more than two tokens only, one for the others, and one that no unit uses."""
 
@@ -280,10 +276,6 @@ def unused(rank: int, world: int) -> None:
         PipelineEngine(DistributedDataParallel(Gated(), static_graph=True), num_microbatches=1, group=group)
 
 
-def test_layers_that_the_last_backward_or_all_leave_out():
-    run_processes(2, unused)
-
-
 def hooks(rank: int, world: int) -> None:
     """What tells DDP of gradients that are there calls no hook on a parameter."""
     x = torch.arange(48.0, dtype=torch.float64).view(2, 6, 4)
@@ -301,10 +293,6 @@ def hooks(rank: int, world: int) -> None:
         )  # fmt: skip
         engine.step(x, target=torch.zeros_like(x))
     assert calls["seq-zb-h1"] == calls["seq1f1b"] == ["tensor", "accumulated"] * 4
-
-
-def test_the_reduction_calls_no_hook_of_the_user():
-    run_processes(2, hooks)
 
 
 def mixed_precision(rank: int, world: int) -> None:
@@ -333,10 +321,6 @@ def mixed_precision(rank: int, world: int) -> None:
     assert gradient_error(found["seq-zb-h1"], truth) < 0.05
 
 
-def test_mixed_precision_of_fsdp():
-    run_processes(2, mixed_precision)
-
-
 def parts(rank: int, world: int) -> None:
     """A stage of which only parts are under FSDP2 is told, unless they hold all that trains; steps: failed_steps.py."""
     config = Config(hidden=16, layers=2)
@@ -363,5 +347,10 @@ def parts(rank: int, world: int) -> None:
             make(stage)
 
 
-def test_parts_of_a_stage_under_data_parallelism():
-    run_processes(2, parts)
+def every_question(rank: int, world: int) -> None:
+    for question in (global_count, unused, hooks, mixed_precision, parts):
+        question(rank, world)
+
+
+def test_two_replicas_of_one_rank():
+    run_processes(2, every_question)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -187,35 +186,6 @@ def test_a_fused_projection_is_not_kept_for_its_queries():
     engine.step(x, target=x)
     floats = 64 * (16 + 16 + 2)  # q, out and one row sum per head; the input is the caller's
     assert engine.report().stages[0].activation_bytes <= 4 * floats + 64
-
-
-def test_measured_costs_of_segments_balance_them():
-    """Segments that take longer become shorter: the loop from a report to the profiled split."""
-
-    class Slower(nn.Module):
-        """Sleeps longer the further the segment is."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.004 * (1 + int(x[0, 0, 0])))
-            return x * self.weight
-
-    def run(group):
-        engine = engine_of(Slower(), group, 2, 4, loss_fn=lambda y, t: y.sum(), loss=Loss(reduction="sum"))
-        x = torch.arange(4.0).repeat_interleave(4)[None, :, None].repeat(2, 1, 2)
-        engine.step(x, target=x)
-        report = engine.report(gather=True)
-        busy = sum(r.busy for r in report.ranks)
-        return report.segment_seconds, busy
-
-    for seconds, busy in run_ranks(2, run):
-        assert sum(seconds) == pytest.approx(busy, rel=0.05)
-        assert all(seconds[s] >= 0.016 * (1 + s) for s in range(4))  # 2 stages x 2 micro-batches x 4 ms x (1 + s)
-        sizes = seq1f1b.partition_sequence(4096, 4, strategy="profiled", costs=seconds, multiple_of=16)
-        assert sizes[0] > sizes[3]
 
 
 class SineHead(nn.Linear):

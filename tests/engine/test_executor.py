@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from slices import each_value
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-from seq1f1b import _C, Costs, Links, PipelineEngine, build_schedule
+from seq1f1b import _C, PipelineEngine, build_schedule
 from seq1f1b.attention.unit import LiveUnit, current
-from seq1f1b.report.report import PipelineReport
-from seq1f1b.schedule import StepMemory
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -112,34 +106,3 @@ def test_an_executor_is_not_entered_twice() -> None:
         engine.step(tokens, target=target)
     with pytest.raises(TypeError, match="handle"):
         _C.executor_last_unit(object())
-
-
-def test_an_interleaved_engine_has_the_places_with_which_no_rank_waits(tmp_path: Path) -> None:
-    """P 4, M 4, k 8, v 2: one place beyond those that are needed at once would make the step 1.1 times as long."""
-    counts = {"num_microbatches": 4, "num_segments": 8}
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            [nn.Linear(2, 2) for _ in range(2)],
-            schedule="seq1f1b-interleaved",
-            loss_fn=mse_loss,
-            group=group,
-            **counts,
-        )
-        x = torch.ones(4, 8, 2)
-        engine.step(x, target=x)
-        return engine.report(gather=True)
-
-    report = run_ranks(4, run)[0]
-    order = report.simulated.schedule
-    held = order.peak_memory(StepMemory(), Costs(links=Links(message_bytes=1))).receive
-    assert tuple(rank.receive_places for rank in report.ranks) == held and sum(held) == sum(order.places)
-    few = build_schedule("seq1f1b-interleaved", num_ranks=4, stages_per_rank=2, **counts)
-    assert few.replace(prefetch=1).simulate().makespan > 1.1 * few.simulate().makespan
-    assert few.simulate().makespan <= 1.05 * few.replace(prefetch=32).simulate().makespan
-    durations = [[end - start for _, start, end in rank.timeline] for rank in report.ranks]
-    slow = replace(report, simulated=order.replace(prefetch=1).simulate(durations=durations))
-    for each in (slow, report):
-        each.save(tmp_path / "steps.jsonl")
-        loaded = PipelineReport.load(tmp_path / "steps.jsonl").simulated
-        assert (loaded.schedule, loaded.makespan) == (each.simulated.schedule, each.simulated.makespan)

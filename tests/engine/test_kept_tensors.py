@@ -82,53 +82,35 @@ def copies(tensors: Any) -> list[tuple[Tensor, Tensor]]:
     return [(t.detach(), t.detach().clone()) for t in tensors if isinstance(t, Tensor)]
 
 
-def hook_output(module: Keeps) -> None:
-    module.register_forward_hook(lambda m, given, output: module.kept.extend(copies([output, *given])))
-
-
-def hook_input_view(module: Keeps) -> None:
-    module.register_forward_pre_hook(lambda m, given: m.kept.extend(copies([given[0][:, 1:].transpose(1, 2)])))
-
-
-def hook_gradients(module: Keeps) -> None:
-    module.register_full_backward_hook(lambda m, inputs, outputs: module.kept.extend(copies([*inputs, *outputs])))
-
-
-def hook_gradient_itself(module: Keeps) -> None:
-    def keep(m: nn.Module, given: Any) -> None:
-        module.kept.append((given[0], given[0].clone()))
-
-    module.register_full_backward_pre_hook(keep)
-
-
 def hook_tensors(module: Keeps) -> None:
-    def keep(gradient: Tensor) -> None:
-        module.kept.extend(copies([gradient]))
-
     def hook(m: nn.Module, given: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(keep)
-        if given[0].requires_grad:
-            given[0].register_hook(keep)
+        for tensor in (output, given[0]):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: module.kept.extend(copies([gradient])))
 
     module.register_forward_hook(hook)
 
 
-def keep_own(module: Keeps) -> None:
-    module.keeps_own = True
-
-
-HOOKS = [
-    hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_tensors, keep_own,
-]  # fmt: skip
+HOOKS: dict[str, Callable[[Keeps], Any]] = {
+    "output": lambda m: m.register_forward_hook(lambda _, given, output: m.kept.extend(copies([output, *given]))),
+    "a view of the input": lambda m: m.register_forward_pre_hook(
+        lambda _, given: m.kept.extend(copies([given[0][:, 1:].transpose(1, 2)]))
+    ),
+    "gradients": lambda m: m.register_full_backward_hook(lambda _, given, out: m.kept.extend(copies([*given, *out]))),
+    "the gradient itself": lambda m: m.register_full_backward_pre_hook(
+        lambda _, given: m.kept.append((given[0], given[0].clone()))
+    ),
+    "gradients of tensors": hook_tensors,
+    "its own input": lambda m: setattr(m, "keeps_own", True),
+}
 ORDERS: list[tuple[str, int, Any]] = [
     ("seq1f1b", 1, {}), ("seq-zbv", 2, {}), ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
 ]  # fmt: skip
-GRID = [(*order, hook) for hook in HOOKS for order in ORDERS]
+GRID = [(*order, name) for name in HOOKS for order in ORDERS]
 
 
-@pytest.mark.parametrize(("schedule", "per_rank", "options", "hook"), slice_of(GRID, GRID[::2]))
-def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_rank: int, options: Any) -> None:
+@pytest.mark.parametrize(("schedule", "per_rank", "options", "name"), slice_of(GRID, GRID[::2]))
+def test_what_is_kept_stays(name: str, schedule: str, per_rank: int, options: Any) -> None:
     torch.manual_seed(0)
     stages = [Keeps(i) for i in range(2 * per_rank)]
     x = torch.randn(M, LENGTH, HIDDEN)
@@ -141,7 +123,7 @@ def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_ra
         )
         engine.step(x, target=x)
         for stage in own:  # a hook that comes later than the first step, and stays for two steps and evaluations
-            hook(stage)
+            HOOKS[name](stage)
         for _ in range(2):
             engine.step(x, target=x)
             engine.eval(x, target=x)
@@ -152,36 +134,26 @@ def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_ra
     assert [index for index, (tensor, copy) in enumerate(kept) if not torch.equal(tensor, copy)] == []
 
 
-def test_what_a_loss_keeps_stays() -> None:
+def test_what_a_loss_keeps_and_returns_stays() -> None:
+    """Views of messages, which the last stage hands on."""
     kept: list[tuple[Tensor, Tensor]] = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         kept.append((output.detach(), output.detach().clone()))
-        return F.mse_loss(output, target)
+        return output[0, 0, 0]
 
-    x = torch.randn(M, LENGTH, HIDDEN)
-
-    def work(group: Any) -> None:
-        stage = nn.Linear(HIDDEN, HIDDEN) if group.rank == 0 else nn.Identity()
-        engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=group)
-        engine.eval(x, target=x)
-        engine.step(x, target=x)
-
-    run_ranks(2, work)
-    assert len(kept) >= 2 * M * K
-    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
-
-
-def test_losses_that_are_views_of_messages_stay() -> None:
-    x = torch.randn(M, LENGTH, 1)
+    x, first = torch.randn(M, LENGTH, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def work(group: Any) -> Any:
-        engine = PipelineEngine(
-            nn.Identity(), num_microbatches=M, num_segments=1, loss_fn=lambda y, _: y[0, 0, 0], group=group
-        )
-        return engine.eval(x, target=x)
+        stage = first if group.rank == 0 else nn.Identity()
+        engine = PipelineEngine(stage, num_microbatches=M, num_segments=1, loss_fn=loss_fn, group=group)
+        losses = engine.eval(x, target=x)
+        engine.step(x, target=x)
+        return losses
 
-    assert [float(loss) for loss in run_ranks(2, work)[-1]] == [float(row[0, 0]) for row in x]
+    losses = run_ranks(2, work)[-1]
+    assert len(kept) >= 2 * M and all(torch.equal(tensor, copy) for tensor, copy in kept)
+    torch.testing.assert_close(torch.stack(losses), first(x)[:, 0, 0].detach())
 
 
 def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

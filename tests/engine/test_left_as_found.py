@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from as_found import as_found, thread_names
+from replicas import take_head
 from tiny_model import Config, batch, cross_entropy, whole_model
 from torch import Tensor, nn
 
@@ -110,31 +111,11 @@ def test_an_engine_leaves_all_as_it_was(options, dtype, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_verify_leaves_all_as_it_was(dtype):
-    model = Model(dtype).float().to(dtype)
-    engine = engine_of(model)
-    for _ in range(2):
-        with as_found("verify", model):
-            engine.verify(TOKENS, target=TARGET, show=False)
-        engine.step(TOKENS, target=TARGET)
-
-
-class Head(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 11, dtype=dtype)
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(self.linear(hidden), target)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["head", "vocabulary"])
 def test_a_head_in_the_loss_is_left_as_it_was(kind, dtype):
     model = Model(dtype)
-    model.body.head = nn.Identity()
-    head: nn.Module = Head(dtype)
+    head: nn.Module = take_head(model.body)
     if kind == "vocabulary":
         head = seq1f1b.VocabularyParallelHead(8, 11, rank=0, num_ranks=1, dtype=dtype)
     run_all(model, lambda: engine_of(model, loss_fn=head), (head,))

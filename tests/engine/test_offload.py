@@ -80,79 +80,58 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 # -- what moves --------------------------------------------------------------------------------------------------------
 
 
-CPU = torch.device("cpu")
+class Calling(nn.Module):
+    """A stage that calls a function of itself and of what its layer makes."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight, self.call, self.held = nn.Parameter(torch.randn(64, 64)), call, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x @ self.weight)
 
 
-class InMemory:
-    """A tier that holds copies in memory."""
-
-    alignment = 4096
-
-    def __init__(self) -> None:
-        self.copies: list[bytes] = []
-
-    def out(self, number: int, storages) -> None:
-        self.copies = [bytes(torch.empty(0, dtype=torch.uint8).set_(s).tolist()) for s in storages]
-
-    def wait(self, number: int) -> None: ...
-
-    def load(self, number: int, storages, addresses) -> None:
-        import ctypes
-
-        for address, copy_ in zip(addresses, self.copies, strict=True):
-            ctypes.memmove(address, copy_, len(copy_))
+def of_views(stage: Any, y: Tensor) -> Tensor:
+    """Saves what exp returns whole, and as two views, each of them twice."""
+    y = y.exp()
+    a, b = y.transpose(1, 2), y[:, 1:, 3:]
+    return (a * a).sum() + (b.sin() * b).sum()
 
 
-def moved(forward, *inputs: Tensor, held=()):
-    """Runs a forward whose saved tensors go out, are gone and come back; the bytes that moved, and the output."""
-    away, tier = MovedTensors([], inputs, CPU), InMemory()
-    with away:
-        output = forward(*inputs)
-    away.out(tier, 0)
-    away.gone(tier, 0)
-    away.load(tier, 0)
-    away.back()
-    return [len(c) for c in tier.copies], output
+def of_held(stage: Any, y: Tensor) -> Tensor:
+    stage.held.append(y.exp())
+    return (stage.held[-1].tanh() * 2).sum()
 
 
-def test_a_storage_moves_once_however_many_views_are_saved() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        y = x.exp()  # saved whole, and as two views of which each is saved twice
-        a, b = y.t(), y[1:, 3:]
-        return (a * a).sum() + (b.sin() * b).sum()
-
-    [x_grad] = torch.autograd.grad(forward(x), x)
-    sizes, output = moved(forward, x)
-    assert sorted(sizes) == [63 * 61 * 4, 64 * 64 * 4], "y, and the sine of its view"
-    assert torch.equal(torch.autograd.grad(output, x)[0], x_grad)
+def of_a_dead_graph(stage: Any, y: Tensor) -> Tensor:
+    y.exp().sum()  # nobody keeps it
+    return y.cos().sum()
 
 
-def test_what_somebody_else_holds_stays() -> None:
-    x, weight = torch.randn(64, 64), nn.Parameter(torch.randn(64, 64))
-    held = []
-
-    def forward(x: Tensor) -> Tensor:
-        y = (x @ weight).exp()
-        held.append(y)
-        return (y.tanh() * 2).sum()
-
-    sizes, output = moved(forward, x)
-    assert sizes == [64 * 64 * 4], "the tanh, and neither input, weight nor what is held"
-    assert output.grad_fn is not None
-    output.backward()
-    assert weight.grad is not None
+# Of the storages of a unit, a storage moves once, whatever is saved of it; the input and weights stay.
+MOVED: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "views": (of_views, 4 * (64 * 64 + 63 * 61)),
+    "held by somebody else": (of_held, 4 * 64 * 64),
+    "small": (lambda stage, y: y[:, :8, :8].clone().exp().sum(), 0),
+    "a dead graph": (of_a_dead_graph, 4 * 64 * 64),
+}
 
 
-def test_small_tensors_stay() -> None:
-    assert moved(lambda x: x.exp().sum(), torch.randn(8, 8, requires_grad=True))[0] == []
+@pytest.mark.parametrize("name", MOVED)
+def test_what_moves(tmp_path: Path, name: str) -> None:
+    call, size = MOVED[name]
+    options = {"schedule": "gpipe", "loss_fn": lambda y, t: y, "attention": "unchecked"}
+    engine = PipelineEngine(Calling(call), num_microbatches=6, memory=Memory(offload=tmp_path), **options)
+    x = torch.randn(6, 64, 64)
+    engine.step(x, target=x)
+    report = engine.report()
+    assert report.moved_units > 0 and report.moved_bytes == size * report.moved_units
 
 
-def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
+def test_memory_is_free_from_g_on_and_freed_use_by_use(tmp_path: Path) -> None:
     """A graph keeps no tensor while its unit is away; afterwards each goes after its last use."""
-    x = torch.randn(64, 64, requires_grad=True)
-    away, tier = MovedTensors([], [x], CPU), InMemory()
+    x, tier = torch.randn(64, 64, requires_grad=True), FileTier(tmp_path, LoopbackGroup(1)[0].group)
+    away = MovedTensors([], [x], tier.device)
     with away:
         y = x
         for _ in range(4):
@@ -168,22 +147,13 @@ def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     away.gone(tier, 0)
     assert all(t() is None for t in tensors)
     away.load(tier, 0)
+    tier.wait(0)
     again = [weakref.ref(s.tensor) for _, own in away._moved for s in own]
     alive = []
     x.register_hook(lambda g: alive.append(sum(t() is not None for t in again)))
     away.back()
     output.backward()
     assert alive == [0] and all(t() is None for t in again)
-
-
-def test_dead_graphs_do_not_move() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        x.exp().sum()  # nobody keeps it
-        return x.cos().sum()
-
-    assert moved(forward, x)[0] == []  # the cosine saves its input alone, which was given
 
 
 class Overwriting(nn.Linear):
@@ -574,23 +544,3 @@ def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.stdout == "7\n", done.stderr
-
-
-def test_a_file_system_without_files_that_have_no_name(tmp_path: Path) -> None:
-    """Then the file is unlinked at once."""
-    library, directory = tmp_path / "failing_calls.so", tmp_path / "offload"
-    directory.mkdir()
-    source = ROOT / "tests/faults/failing_calls.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    code = (
-        "import ctypes, errno, os, sys\n"
-        "from seq1f1b.engine.file_tier import FileTier\n"
-        "ctypes.CDLL(None).failing_calls_arm(16, ctypes.c_long(0), errno.EOPNOTSUPP)\n"
-        "tier = FileTier(sys.argv[1], None)\n"
-        "print(ctypes.CDLL(None).failing_calls_disarm(), os.listdir(sys.argv[1]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)},
-    )  # fmt: skip
-    assert done.stdout == "1 []\n", done.stderr

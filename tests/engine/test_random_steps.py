@@ -89,6 +89,7 @@ class Draw:
         adds_loss: "segment": the first block adds a mean over its tokens; "sequence": the square of that over the row.
         carries: the view of its input's last row that a block carries to the next segment.
         is_late: whether stages sleep at random in forwards and backwards.
+        scales: whether a GradScaler scales gradients, by a power of two, until all steps have added theirs.
     """
 
     schedule: Schedule
@@ -110,6 +111,7 @@ class Draw:
     adds_loss: str = ""
     carries: str = ""
     is_late: bool = False
+    scales: bool = False
 
     @property
     def is_spread(self) -> bool:
@@ -211,7 +213,7 @@ def draw(seed: int, folder: Path) -> Draw:
     has_siblings = any(isinstance(size, list) for sizes in found.trees.sizes for size in sizes)
     may_carry = found.shape != "documents" and not has_siblings and found.memory.blocks is None
     found.carries = rng.choice([*VIEWS]) if may_carry and rng.random() < 0.5 else ""
-    found.is_late = rng.random() < 0.15
+    found.is_late, found.scales = rng.random() < 0.15, rng.random() < 0.2
     return found
 
 
@@ -381,7 +383,7 @@ def train(
 
     All calls of the engine are under this default device.
     """
-    step = {"loss_weight": WEIGHT} if drawn.loss == "weight" else {}
+    step: dict[str, Any] = {"loss_weight": WEIGHT} if drawn.loss == "weight" else {}
     given = {"segment_sizes": drawn.trees.sizes} if drawn.is_of_rows else {}
     given |= {"parents": drawn.trees.parents} if drawn.shape == "trees" and any(drawn.trees.parents) else {}
     if not drawn.is_of_rows:
@@ -393,12 +395,15 @@ def train(
 
     def run(group: Any) -> tuple[Any, ...]:
         engine = make_engine(drawn, model, memory, group, torch.device(default), is_late)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=drawn.scales)
         with torch.device(default):
             goal = targets if engine.has_last else None
             losses = [engine.eval(tokens, target=goal, **given)]
             for _ in range(drawn.steps):
                 with Waits() as waits:
-                    losses.append(engine.step(tokens, target=goal, **step, **given))
+                    losses.append(engine.step(tokens, target=goal, grad_scaler=scaler, **step, **given))
+            if drawn.scales:
+                scaler.unscale_(torch.optim.SGD(engine.parameters(), lr=0.1))
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
             report, norm = engine.report(), engine.clip_grad_norm_(1e9)
             if is_verified:
@@ -449,7 +454,7 @@ def check_waits(drawn: Draw, of_ranks: list[Waits]) -> None:
         most |= waits.found
     has_divisor = drawn.loss.startswith("divisor")
     before = drawn.is_spread or (OPTIONS[drawn.loss].reduction == "mean" and not has_divisor)
-    if drawn.steps == 3:
+    if drawn.steps == 3 and not drawn.scales:
         names = [waits.names for waits in of_ranks]
         assert (most["before"], most["within"]) == (before, 0) and most["after"] <= has_divisor + len(drawn.ties), names
 

@@ -142,7 +142,7 @@ def test_a_frozen_embedding_gets_no_gradient():
 
 
 def step_in_process(rank, world, transport):
-    """Losses and gradients of two steps, the second after one that failed on every rank."""
+    """Losses and gradients of a step after one that failed on every rank."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
     stage = last_without_head(model, CONFIG, rank, 3)
@@ -157,21 +157,17 @@ def step_in_process(rank, world, transport):
         transport=transport,
     )
     goal = target if engine.has_last else None
-    engine.step(tokens, target=goal)
     wrong = target.clone()
     wrong[3, 5] = CONFIG.vocab
     try:
         engine.step(tokens, target=wrong if engine.has_last else None)
     except (RuntimeError, ValueError) as error:
         message = str(error)
-    for parameter in engine.parameters():
-        parameter.grad = None
     losses = engine.step(tokens, target=goal)
-    norm = engine.clip_grad_norm_(1e9)
     gradients = {name: p.grad.numpy() for name, p in engine.named_parameters()}
     edges = {edge.transport for edge in engine.edges}
     engine.close()
-    return [float(loss) for loss in losses], gradients, float(norm), message, edges
+    return [float(loss) for loss in losses], gradients, message, edges
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -183,9 +179,7 @@ def test_processes(transport):
     gradients = join_rows([{n: torch.from_numpy(g) for n, g in own.items()} for _, own, *_ in results])
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert results[2][0] == pytest.approx([float(loss) for loss in truth[0]], abs=1e-12)
-    whole_norm = torch.stack([g.norm() for g in truth[1].values()]).norm()
-    for _, _, norm, message, edges in results:
-        assert norm == pytest.approx(float(whole_norm), rel=1e-12)
+    for _, _, message, edges in results:
         assert "the target holds 17, must be in 0..16" in message
         assert edges == {transport}
 

@@ -50,42 +50,22 @@ def join_rows(found, is_spread=True):
     return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
 
 
-def run_order(
-    model, schedule, tokens, target, *, sizes=None, steps=1, config=CONFIG, head=None, embeds=False, **options
-):
-    """Losses of the last stage, gradients of all stages by name, and reports, after ``steps`` equal steps.
+def run_order(model, schedule, tokens, target, *, config=CONFIG, head=None, **options):
+    """Losses of the last stage, gradients of all stages by name, and reports, after a step.
 
     Args:
         head: options of a vocabulary's shards, which take the place of the last stage's head; None: there are none.
-        embeds: the embedding lies in shards, too.
     """
 
     def run(group):
         num_ranks, make = schedule.num_ranks, stage_of if head is None else last_without_head
         own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
         stages = [make(model, config, s, schedule.num_stages) for s in own]
-        if embeds and group.rank == 0:
-            stages[0].embedding = nn.Identity()
-        engine = PipelineEngine(
-            stages,
-            schedule=schedule,
-            num_microbatches=schedule.num_microbatches,
-            num_segments=schedule.num_segments,
-            segment_sizes=sizes,
-            loss_fn=cross_entropy if head is None else head_of(model, group.rank, num_ranks, **head),
-            embedding=embedding_of(model, group.rank, num_ranks) if embeds else None,
-            group=group,
-            **options,
-        )
-        goal = target if engine.has_last else None
-        for _ in range(steps):
-            losses = engine.step(tokens, target=goal)
-        gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
-        assert not any("forward" in part.__dict__ for stage in stages for part in stage.modules())
-        report = engine.report()
-        if head is not None:
-            torch.testing.assert_close(engine.eval(tokens, target=goal), losses, rtol=1e-6, atol=1e-12)
-        return losses, gradients, report
+        counts = {"num_microbatches": schedule.num_microbatches, "num_segments": schedule.num_segments}
+        loss_fn = cross_entropy if head is None else head_of(model, group.rank, num_ranks, **head)
+        engine = PipelineEngine(stages, schedule=schedule, loss_fn=loss_fn, group=group, **counts, **options)
+        losses = engine.step(tokens, target=target if engine.has_last else None)
+        return losses, {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}, engine.report()
 
     results = run_ranks(schedule.num_ranks, run)
     gradients = join_rows([found for _, found, _ in results])

@@ -113,12 +113,6 @@ def stage_of(model: Stage, config: Config, index: int, num_stages: int) -> Stage
     return stage
 
 
-def two_stages_of(model: Stage, config: Config, schedule: str, rank: int, num_ranks: int) -> list[Stage]:
-    """Both stages of a rank, in a loop where the order is interleaved, else in a V."""
-    second = num_ranks + rank if "interleaved" in schedule else 2 * num_ranks - 1 - rank
-    return [stage_of(model, config, index, 2 * num_ranks) for index in (rank, second)]
-
-
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 

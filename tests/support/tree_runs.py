@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny_model import Config, Stage, cross_entropy, stage_of, two_stages_of, whole_model
+from tiny_model import Config, cross_entropy, stage_of, whole_model
 from torch import Tensor
 
 from seq1f1b import PipelineEngine, build_schedule
@@ -19,9 +19,6 @@ from seq1f1b.testing import run_ranks
 Sizes = list[int | list[int]]
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
-TWO_STAGES = (
-    "interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev", "seq-zbv", "seq-v-half", "seq-v-min"
-)  # fmt: skip
 
 
 @dataclass
@@ -166,40 +163,21 @@ def data_of(trees: Trees, seed: int = 0, size: int = 2) -> tuple[list[Tensor], l
     return tokens, targets
 
 
-def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
-    if schedule not in TWO_STAGES:
-        return stage_of(model, CONFIG, rank, num_ranks)
-    return two_stages_of(model, CONFIG, schedule, rank, num_ranks)
-
-
 def train(
-    schedule: str,
     num_ranks: int,
     steps: list[tuple[Trees, list[Tensor], list[Tensor]]],
     *,
     order: dict[str, Any] | None = None,
-    loss_fn: Any = cross_entropy,
     kwargs: Any = None,
-    plain: tuple[int, int] = (16, 4),
     **options: Any,
 ) -> tuple[list[list[Tensor]], dict[str, Tensor], list[Any]]:
-    """What steps returned, each after an evaluation of the same; the model's gradients; every rank's report.
-
-    Args:
-        plain: micro-batches and segments of a plain step.
-    """
+    """What steps returned, each after an evaluation of the same; the model's gradients; every rank's report."""
     model = whole_model(CONFIG)
+    options |= {"schedule": partial(build_schedule, "seq1f1b", **(order or {})), "loss_fn": cross_entropy}
 
     def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stages_of(model, schedule, group.rank, num_ranks),
-            schedule=schedule if order is None else partial(build_schedule, schedule, **order),
-            num_microbatches=plain[0],
-            num_segments=plain[1],
-            loss_fn=loss_fn,
-            group=group,
-            **options,
-        )
+        stage = stage_of(model, CONFIG, group.rank, num_ranks)
+        engine = PipelineEngine(stage, num_microbatches=16, num_segments=4, group=group, **options)
         returned = []
         for trees, tokens, targets in steps:
             given: dict[str, Any] = {"target": targets if engine.has_last else None, "kwargs": kwargs}
