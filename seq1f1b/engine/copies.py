@@ -31,10 +31,7 @@ def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the
                 f"({tie!r}): change the model before it is cut"
             ) from error
         if any(other is not first for other in others):
-            raise ValueError(
-                f"{', '.join(own)} were one parameter of {place} and are several now "
-                "(load_state_dict(assign=True) does that): make them one again"
-            )
+            raise ValueError(f"{', '.join(own)} were one parameter of {place} and are several now: make them one again")
         found[tie] = first
     return found
 
@@ -73,8 +70,7 @@ def num_hooks(parameter: nn.Parameter) -> int:
 def hooks_refused(name: str, where: str) -> str:
     """Returns the error text for hooks on a tied parameter."""
     return (
-        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
-        "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "
-        "sum instead: the .grad of every copy between engine.step and the optimizer's step; engine.named_parameters() "
-        f"has every copy by the name {name!r} ({PAGE})"
+        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}), which would see "
+        "a part of the gradient: remove them, and change the .grad of every copy between engine.step and the "
+        f"optimizer's step ({PAGE})"
     )

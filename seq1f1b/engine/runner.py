@@ -279,8 +279,6 @@ class Runner:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
         samples = self.pipeline.tied.meet(lambda: samples_of(arguments, self.options.arg_rules, self.options.seq_dim))
-        if self.pipeline.tied.has_lists:
-            self.pipeline.tied.check()
         if samples:
             look_at_batches(samples)
             # With one segment the loss itself may shift the targets.
@@ -365,7 +363,7 @@ class Runner:
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)
-        tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
+        tied = self.pipeline.tied
         apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
         if self.divides is not False:
             apart |= {id(p): p for module in self._bare for p in module.parameters()}

@@ -259,8 +259,7 @@ def test_what_cannot_be_found_again_is_named():
     for stage in stages:
         assigned(stage)
     texts = outcomes(lambda group: step(engine_of(stages, group)))
-    assert texts[0] == texts[1]
-    assert "rank 0: tied parameter 'a' of stage 0 is none of its parameters, and got no gradient" in texts[0]
+    assert all("is none of its parameters: a module holds another one in its place" in text for text in texts)
 
 
 # -- copies that come apart --------------------------------------------------------------------------------------------
