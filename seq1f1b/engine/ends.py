@@ -50,15 +50,15 @@ class FromStage(Source):
         self._training, self._previous = training, previous
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        requires_grad: Sequence[bool] | None = None
         if received is not None:
             tensors, requires_grad = received[0]
         else:
             tensors = self._previous.units[unit.cell].take_handed()
+            requires_grad = [tensor.requires_grad for tensor in tensors]
         leaves = []
-        for i, tensor in enumerate(tensors):
+        for tensor, needs_gradient in zip(tensors, requires_grad, strict=True):
             leaf = tensor.detach()
-            if self._training and (tensor.requires_grad if requires_grad is None else requires_grad[i]):
+            if self._training and needs_gradient:
                 leaf.requires_grad_()
             leaves.append(leaf)
         unit.leaves = tuple(leaves)
@@ -72,24 +72,9 @@ class FromStage(Source):
         return None
 
 
-class Sink:
-    """Sink of a stage's outputs in one step."""
-
-    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """Sets, in F and R, where the unit's backward starts (roots and seeds); returns tensors for other ranks."""
-        raise NotImplementedError
-
-    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """Returns the gradients of the unit's roots, for B; None for a root without gradient."""
-        raise NotImplementedError
-
-    end: Any = None
-    """Called with the unit at the end of F, outside of all that surrounds it; None: nothing is left to do."""
-
-
 @dataclass(eq=False)
-class ToStage(Sink):
-    """Sink that hands outputs to the following stage.
+class ToStage:
+    """Sink of a stage's outputs in one step, here the following stage.
 
     Args:
         step: :class:`StageStep` of the stage.
@@ -100,7 +85,11 @@ class ToStage(Sink):
     following: Any
     _specs: dict[int, Spec] = field(default_factory=dict)  # of outputs, by segment length
 
+    end: ClassVar[Any] = None
+    """Called with the unit at the end of F, outside of all that surrounds it; None: nothing is left to do."""
+
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """Sets, in F and R, where the unit's backward starts (roots and seeds); returns tensors for other ranks."""
         outputs = output if isinstance(output, tuple) else (output,)
         spec: Spec = [(o.shape, o.dtype, type(o), o.device, o.layout) for o in outputs if isinstance(o, Tensor)]
         if len(spec) < len(outputs) or self._specs.get(self.step.lengths[unit.cell]) != spec:
@@ -119,6 +108,7 @@ class ToStage(Sink):
         return None
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """Returns the gradients of the unit's roots, for B; None for a root without gradient."""
         if received is not None:  # detached: a hook may keep its gradient, and `leave_place` counts holders of views
             return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
         handed: Sequence[Tensor | None] = self.following.units[unit.cell].take_handed()
@@ -135,8 +125,7 @@ class ToStage(Sink):
                 raise TypeError(f"stage {index} returned a DTensor; return its to_local() instead")
             if o.device != device or o.layout != torch.strided:
                 raise ValueError(
-                    f"stage {index} returned a {o.layout} tensor on {o.device}; "
-                    f"its outputs must be strided tensors on {device}"
+                    f"stage {index} returned a {o.layout} tensor on {o.device}; its outputs must be strided on {device}"
                 )
         known = self._specs.setdefault(length, spec)
         if [own[:2] for own in known] != [own[:2] for own in spec]:

@@ -61,31 +61,9 @@ class Feature:
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         """Returns a context around the module and the sink of a unit, in F and in R (``unit.is_again``)."""
 
-    def returned(self, unit: LiveUnit, output: Any) -> None:
-        """Called in F and in R, once the module has returned."""
-
-    def after_backward(self, unit: LiveUnit, received: Received) -> None:
-        """Called in B or I, after the backward; the unit still has its inputs."""
-
     def look_back(self) -> None:
         """Called after the last unit, when nothing surrounds the units, and before ranks meet at the step's end."""
 
     def figures(self) -> Mapping[str, Any]:
         """Returns figures for the report, by name."""
         return {}
-
-
-class ModuleChecks(Feature):
-    """The feature that calls ``check_before_step(step)`` of modules, as of stages of transformers models."""
-
-    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
-        modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
-        holders: list[Any] = [part for part in modules if hasattr(type(part), "check_before_step")]
-        self._checks = [part.check_before_step for part in holders]
-        self.is_idle = not holders
-
-    def start(self, step: Any) -> bool:
-        """Raises ValueError if an argument is refused."""
-        for check in self._checks:
-            check(step)
-        return False

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
-from seq1f1b.engine.ends import Sink, detached
+from seq1f1b.engine.ends import detached
 from seq1f1b.engine.features import Received
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.model_state import RandomState
@@ -26,18 +26,12 @@ from seq1f1b.nested import tensors_of
 __all__: list[str] = []
 
 
-class ToLoss(Sink):
+class ToLoss:
     """Sink of the last stage: calls ``loss_fn`` on outputs.
 
     Mean losses are not called for segments without counted targets: a mean over nothing is NaN. Losses with a divisor
     are called for each segment, and so is a loss of unknown kind, before its first result. In a step without targets a
     loss is called once, to see whether the loss returns one value per token.
-
-    Attributes:
-        divides: whether the loss comes with a divisor; None before the first result.
-        divisors: by cell, divisors of losses.
-        constants: by cell, sums of losses that require no gradient: sum and divisor must be 0, checked after the units.
-        values: by cell, losses of tokens, if ``loss_fn`` returns one value per token.
     """
 
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
@@ -46,10 +40,10 @@ class ToLoss(Sink):
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
         self._keeps_outputs = batch.arguments.return_outputs
         self._loss_look = above("look at a loss")(weighting) if batch.targets is not None and batch.is_new else None
-        self.divides = batch.arguments.divides
-        self.divisors: dict[int, Tensor | float] = {}
-        self.constants: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.divides = batch.arguments.divides  # whether the loss comes with a divisor; None before the first result
+        self.divisors: dict[int, Tensor | float] = {}  # by cell
+        self.constants: dict[int, Tensor] = {}  # by cell, sums without gradient: 0 as their divisors, as a read checks
+        self.values: dict[int, Tensor] = {}  # by cell, losses of tokens, if `loss_fn` returns one value per token
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
         is_reduced = self._stage.head_parallel is not None  # under DDP or FSDP2 each forward needs a backward
@@ -62,44 +56,30 @@ class ToLoss(Sink):
         return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
-        stage = self._stage
         if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
         if self._targets is None:
             return
         needs_counts = unit.is_again or (self.divides is False and not self._is_unseen)
-        if needs_counts and not self.divides and not self._counts(unit.cell):
-            self._add_nothing(unit, output)
-            return
-        target = self._targets[unit.cell]
-        if stage.loss_is_head and unit.training:
-            if not unit.is_again:
-                with torch.enable_grad():
-                    self._run_head(unit, output, target)
-            elif unit.seeds and output.requires_grad:  # the head has run, and left the gradient of its input
-                unit.roots = (get_gradient_edge(output),)
-            else:
-                self._add_nothing(unit, output)
-            return
-        loss = self._loss(unit, output, target)
-        if loss is not None and not unit.is_again:
-            unit.loss = loss.detach()
-        if loss is None or not loss.requires_grad:
-            self._add_nothing(unit, output)
-        elif unit.training:
-            if self.divides:
-                self._find_leaves(loss, output)
-            unit.roots = (loss,)
-            unit.seeds = (self._seed(unit, loss),)
+        is_called = self.divides or self._counts(unit.cell) or not needs_counts
+        if is_called and self._stage.loss_is_head and unit.training:
+            with torch.enable_grad():
+                self._run_head(unit, output, self._targets[unit.cell])
+        elif is_called:
+            loss = self._loss(unit, output, self._targets[unit.cell])
+            if loss is not None and not unit.is_again:
+                unit.loss = loss.detach()
+            if unit.training and loss is not None and loss.requires_grad:
+                if self.divides:
+                    self._find_leaves(loss, output)
+                unit.roots = (loss,)
+                unit.seeds = (self._seed(unit, loss),)
+        if unit.training and unit.kept is None and not unit.roots:  # B must still run, for later segments' dK and dV
+            unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
+            unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
 
     def _counts(self, cell: int) -> bool:
         return self._weighting.shares[cell] != 0.0
-
-    def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
-        """Gives a unit without a loss seeds of zeros, because B must still run for later segments' dK and dV."""
-        if unit.training and unit.kept is None:
-            unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
-            unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return unit.seeds
@@ -110,10 +90,11 @@ class ToLoss(Sink):
 
     def _run_head(self, unit: LiveUnit, output: Any, target: Any) -> None:
         """Runs the head's forward and backward at once: logits of one segment are alive, the hidden gradient stays."""
+        if unit.is_again:  # the head has run, and left the gradient of its input
+            unit.roots = (get_gradient_edge(output),) if unit.seeds and output.requires_grad else ()
+            return
         if not isinstance(output, Tensor):
-            raise TypeError(
-                f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
-            )
+            raise TypeError(f"loss_fn has parameters: the last stage must return a tensor, got {type(output).__name__}")
         if unit.kept is not None:
             output = unit.kept.with_gradient(output, unit.carried_in)
         hidden = output.detach().requires_grad_(output.requires_grad)
@@ -124,7 +105,6 @@ class ToLoss(Sink):
         if loss is not None:
             unit.loss = loss.detach()
         if loss is None or not loss.requires_grad:
-            self._add_nothing(unit, output)
             return
         if self.divides:
             self._find_leaves(loss, hidden)
@@ -145,12 +125,8 @@ class ToLoss(Sink):
         while nodes := nodes - seen:
             seen |= nodes
             for leaf in [node.variable for node in nodes if hasattr(node, "variable")]:
-                if (
-                    id(leaf) not in self._known
-                    and not any(leaf is o for o in own)
-                    and self._batch.gradients is not None
-                ):
-                    self._batch.gradients.set_apart(leaf)
+                if id(leaf) not in self._known and not any(leaf is o for o in own):
+                    gradients.set_apart(leaf)
             nodes = {before for node in nodes for before, _ in node.next_functions}
 
     @cached_property
@@ -237,8 +213,7 @@ class ToLoss(Sink):
             self.divides = divisor is not None
         if self.divides != (divisor is not None):
             raise ValueError(
-                "loss_fn returned a sum and its divisor for some segments or steps, and one loss for others: let it "
-                "return the same for all"
+                "loss_fn returned a sum and its divisor for some segments or steps, and one loss for others"
             )
         if divisor is not None and self._passed_over:
             raise ValueError(

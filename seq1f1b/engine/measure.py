@@ -22,21 +22,13 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the units of one stage held in a step: per token, and at the peak of each kind.
+    """Bytes that the units of one stage held in a step: per token, and at the peak of each kind."""
 
-    Attributes:
-        saved: bytes of graphs, from F to the end of B, or of I.
-        kept: bytes of ``saved`` that W reads, inputs of layers, if the backward is split.
-        gradients: further bytes left by I to W: gradients of layers' outputs, and inputs made by a recomputation.
-        head: bytes of the graph of a head within the loss, freed at the end of F.
-        peak_saved: most bytes at once of ``saved``, of ``kept`` after I, and of ``head``.
-    """
-
-    saved: float
-    kept: float
-    gradients: float
-    head: float
-    peak_saved: int
+    saved: float  # of graphs, from F to the end of B, or of I
+    kept: float  # of `saved`, inputs of layers that W reads, if the backward is split
+    gradients: float  # also left by I to W: gradients of layers' outputs, and inputs made by a recomputation
+    head: float  # of the graph of a head within the loss, freed at the end of F
+    peak_saved: int  # most at once of `saved`, of `kept` after I, and of `head`
     peak_gradients: int
 
 
@@ -175,6 +167,7 @@ class Measuring(Feature):
         self._is_partial |= saved.is_partial
 
     def after_backward(self, unit: LiveUnit, received: Received) -> None:
+        """Counts what I has left on the tape, for W; the unit still has its inputs."""
         if unit.tape is None:
             return
         # Tensors in receive places do not count.

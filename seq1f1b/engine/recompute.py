@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -164,14 +165,12 @@ class BlockRecomputing(Feature):
         self.index, (name, self.share) = stage.index, options.memory.blocks
         try:
             found = module.get_submodule(name)
-        except AttributeError as error:
-            raise ValueError(
-                f"Memory.blocks: stage {self.index} has no list of blocks named {name!r}: {error}"
-            ) from None
+        except AttributeError:
+            raise ValueError(f"Memory.blocks: stage {self.index} has no list of blocks named {name!r}") from None
         if not isinstance(found, _LISTS):
             raise ValueError(
-                f"Memory.blocks: {name!r} of stage {self.index} is a {type(found).__name__}, must be a ModuleList, a "
-                "ModuleDict or a Sequential"
+                f"Memory.blocks: {name!r} of stage {self.index} is a {type(found).__name__}, must be a ModuleList, "
+                "ModuleDict or Sequential"
             )
         self.modules: Sequence[nn.Module] = [*found.children()]
         path = name.split(".")
@@ -203,26 +202,21 @@ class BlockRecomputing(Feature):
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
         """Replaces the forwards of blocks: a block asks the running unit whether to compute the block again."""
+        replaced = [block.__dict__.get("forward") for block in self.modules]  # None: the forward of its class
         for at, block in enumerate(self.modules):
-            block.__dict__["forward"] = _Forward(block.forward, at)
+            block.__dict__["forward"] = partial(_run_block, block.forward, at)
         try:
             yield
         finally:
-            for block in self.modules:
-                forward = block.__dict__.pop("forward", None)
-                own = forward.own if isinstance(forward, _Forward) else forward
-                if own is not None and getattr(own, "__func__", None) is not type(block).forward:
-                    block.__dict__["forward"] = own  # the instance had a forward of its own
+            for block, own in zip(self.modules, replaced, strict=True):
+                block.__dict__.pop("forward", None)
+                if own is not None:
+                    block.__dict__["forward"] = own
 
 
-class _Forward:
-    """The forward of a block in a training step: the block's own, under a checkpoint if computed again."""
-
-    def __init__(self, own: Callable[..., Any], at: int) -> None:
-        self.own, self._at = own, at
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        unit = current()
-        if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
-            return self.own(*arguments, **named)
-        return checkpoint(self.own, *arguments, use_reentrant=False, **named)
+def _run_block(own: Callable[..., Any], at: int, *arguments: Any, **named: Any) -> Any:
+    """Runs a block's own forward in a training step, under a checkpoint if the block is computed again."""
+    unit = current()
+    if unit is None or at >= unit.blocks_again or not torch.is_grad_enabled():
+        return own(*arguments, **named)
+    return checkpoint(own, *arguments, use_reentrant=False, **named)

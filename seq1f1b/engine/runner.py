@@ -18,7 +18,7 @@ from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, r
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
-from seq1f1b.engine.features import Feature, ModuleChecks
+from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
@@ -42,7 +42,6 @@ __all__: list[str] = []
 
 # What an engine may do around the units of a stage. A new feature is a file, and a line here.
 FEATURES: tuple[type[Feature], ...] = (
-    ModuleChecks,
     WeightGradients,
     AskingForDocuments,
     BlockRecomputing,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import by_paths
-from seq1f1b.engine.ends import Sink, Source
+from seq1f1b.engine.ends import Source
 from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.findings import Findings
 from seq1f1b.engine.options import Options
@@ -61,6 +61,9 @@ class Stage:
         self.head_parallel = data_parallel(self.loss_fn)
         # Ddp or Fsdp of the module and of the head, if wrapped.
         self.wrappers: list[Any] = [each for each in (self.parallel, self.head_parallel) if each is not None]
+        # Checks of arguments by modules, as by stages of transformers models.
+        modules: Any = self.module.modules() if isinstance(self.module, nn.Module) else ()
+        self.checks = [part.check_before_step for part in modules if hasattr(type(part), "check_before_step")]
         every = [make(self, options, pipeline.tier) for make in features]
         self.features = [feature for feature in every if not feature.is_idle]
 
@@ -88,8 +91,6 @@ class StageStep:
     the cache, other state through ``carry``. B is ``torch.autograd.backward`` on the graph, so parameters' hooks fire.
 
     Args:
-        order: passes of the stage's cells.
-        batch: arguments of the step, split.
         auxiliary_seeds: returns the gradients with which the backward of a unit's auxiliary losses starts: of losses of
             the segment, and of losses of the whole sequence.
     """
@@ -110,6 +111,8 @@ class StageStep:
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # of all parts, for the report; set by end
         self._module, self._parallel = stage.module, stage.parallel
+        for check in stage.checks:
+            check(self)
         self.features: list[Feature] = []
         for feature in stage.features:
             is_served = not feature.serves or not order.kinds.isdisjoint(feature.serves)
@@ -119,7 +122,7 @@ class StageStep:
                     self.features.append(feature)
         self.measure: Any = next((each for each in self.features if hasattr(each, "around_head")), None)  # Measuring
 
-    def connect(self, source: Source, sink: Sink) -> dict[str, Pass]:
+    def connect(self, source: Source, sink: Any) -> dict[str, Pass]:
         """Connects the stage to a source of inputs and a sink of outputs; edges to other ranks are open already.
 
         Returns:
@@ -128,10 +131,6 @@ class StageStep:
         self._source, self._sink = source, sink
         # A hook that no feature has costs nothing.
         self._around = [each.around for each in self.features if type(each).around is not Feature.around]
-        self._returned = [each.returned for each in self.features if type(each).returned is not Feature.returned]
-        self._after = [
-            each.after_backward for each in self.features if type(each).after_backward is not Feature.after_backward
-        ]
         passes: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
         for feature in self.features:
             passes |= feature.passes()
@@ -142,7 +141,7 @@ class StageStep:
         self.figures = {name: value for feature in self.features for name, value in feature.figures().items()}
         for feature in self.stage.features:
             feature._step = None
-        self.features, self._around, self._returned, self._after, self.measure = [], [], [], [], None
+        self.features, self._around, self.measure = [], [], None
         self._source = self._sink = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -186,8 +185,6 @@ class StageStep:
                 output = self._module(*inputs, **kwargs)
             if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
                 unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
-            for returned in self._returned:
-                returned(unit, output)
             sent: tuple[Tensor, ...] | None = self._sink.take(unit, output)
             return sent
 
@@ -198,8 +195,7 @@ class StageStep:
         output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
         if unit.auxiliary and len(paths) > 1:
             raise ValueError(
-                "verify over trees cannot compare losses of add_loss, which count the tokens of several paths once; "
-                "verify a step of rows"
+                "verify over trees cannot compare losses of add_loss, which count shared tokens once: verify rows"
             )
         return output
 
@@ -229,8 +225,8 @@ class StageStep:
                 torch.autograd.backward(roots, seeds)
         if unit.carried_in is not None:
             unit.carry_back()
-        for after in self._after:
-            after(unit, received)
+        if self.measure is not None:
+            self.measure.after_backward(unit, received)
         returned = None if self._source.give_back is None else self._source.give_back(unit)
         unit.forget()
         return returned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
-from seq1f1b.engine.ends import FromStage, Sink, Source, ToStage
+from seq1f1b.engine.ends import FromStage, Source, ToStage
 from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.loss import ToLoss
 from seq1f1b.engine.options import Options
@@ -32,27 +32,18 @@ _OUTSIDE_AUTOCAST = (*"BIWTG", "fill")  # passes of unit.py; a backward runs in 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of the last step, kept by the engine until the next step.
-
-    Attributes:
-        sizes, siblings: tokens of segments, and of siblings within a segment, as given to the executor.
-        length: tokens of the longest micro-batch.
-        seconds: time until the host had called all units.
-        figures: by stage and name, measurements of features.
-        logit_bytes: peak bytes of logits in the rank's shard of the vocabulary.
-        tokens: tokens of all sequences, on the rank of the first stage.
-    """
+    """Record of the last step, kept by the engine until the next step."""
 
     training: bool
     number: int
-    sizes: list[int]
-    siblings: tuple[Sequence[int], Sequence[int]]
-    length: int
-    seconds: float
+    sizes: list[int]  # tokens of segments, as given to the executor
+    siblings: tuple[Sequence[int], Sequence[int]]  # tokens of siblings within a segment, as given to the executor
+    length: int  # tokens of the longest micro-batch
+    seconds: float  # until the host had called all units
     order: RankOrder
-    figures: dict[int, dict[str, Any]]
-    logit_bytes: int
-    tokens: int
+    figures: dict[int, dict[str, Any]]  # by stage and name, measurements of features
+    logit_bytes: int  # at the peak, in the rank's shard of the vocabulary
+    tokens: int  # of all sequences, on the rank of the first stage
 
     def step_seconds(self, rank: int) -> float:
         """Returns the seconds of all units; on a GPU waits until the last unit has run."""
@@ -70,9 +61,6 @@ class Step:
     """A step of the rank, dropped at the end with all state of units.
 
     Args:
-        batch: checked arguments.
-        order: order of the step's units.
-        options, stages, pipeline: those of the engine.
         known_shapes: (training, tokens, k) of earlier steps.
     """
 
@@ -101,7 +89,7 @@ class Step:
         self._loss: ToLoss | None = None
         self._weighting: Weighting | None = None
         self._stage_steps: dict[int, StageStep] = {}
-        self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
+        self._passes: dict[int, tuple[Any, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage: runs a piece of W
         self.around: ExitStack | None = None  # contexts around all units, while units run
         self.has_features = False  # whether a feature has work; set by prepare
@@ -156,7 +144,7 @@ class Step:
         source: Source = Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
         if not stage_step.stage.is_first:
             source = FromStage(self.batch.training, self._stage_steps.get(index - 1))
-        sink: Sink = ToStage(stage_step, self._stage_steps.get(index + 1))
+        sink: Any = ToStage(stage_step, self._stage_steps.get(index + 1))
         if stage_step.stage.is_last and self._head is not None:
             sink = ToHead(stage_step, self._head, weighting)
         elif stage_step.stage.is_last:
@@ -171,14 +159,10 @@ class Step:
             outside = torch.autocast(self._device.type, enabled=False)
             found |= {letter: outside(found[letter]) for letter in _OUTSIDE_AUTOCAST if letter in found}
         self._fills[index] = found.get("fill")
-        self._passes[index] = tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
+        self._passes[index] = tuple(map(found.get, _C.PASSES))
 
     def surround(self, around: ExitStack) -> None:
-        """Enters the features' contexts around all units, :meth:`Feature.in_step`, once the units are known.
-
-        Args:
-            around: the stack of contexts, left after the last unit.
-        """
+        """Enters the features' contexts around all units, :meth:`Feature.in_step`, once the units are known."""
         for own in self._stage_steps.values():
             others = [m for other in self._stage_steps.values() if other is not own for m in other.stage.modules]
             for feature in own.features:
@@ -256,11 +240,7 @@ class Step:
         return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
 
     def record(self, number: int, seconds: float) -> StepRecord:
-        """Returns the record of the step, once it has ended.
-
-        Args:
-            seconds: seconds of all units.
-        """
+        """Returns the record of the step, once it has ended; ``seconds`` of all units."""
         batch, tokens = self.batch, 0
         if self._pipeline.has_first:
             lengths = [size for row in batch.rows for size in row]
@@ -278,7 +258,3 @@ class Step:
             logit_bytes=0 if self._head is None else self._head.peak_bytes,
             tokens=tokens,
         )
-
-
-def _missing(letter: str, cell: int, received: Received) -> Any:
-    raise AssertionError(f"nothing here runs {letter} of cell {cell}")
