@@ -21,7 +21,7 @@ from seq1f1b.above import above
 from seq1f1b.engine.file_tier import FileTier
 from seq1f1b.engine.offload import Tier
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.replicas import check_parts, without_wrapper
+from seq1f1b.engine.replicas import check_parts, data_parallel, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
@@ -74,10 +74,6 @@ class Pipeline(OfOneProcess):
         modules: modules of the rank's stages, in ascending order.
         schedule: an order with the rank of each stage.
         agreement: comparison of all ranks' arguments.
-    Attributes:
-        modules: by stage.
-        edges: the rank's edges, once open.
-        gpu: the core's handle of the stages' GPU, once edges are open; None: stages lie on the CPU.
     """
 
     def __init__(
@@ -98,19 +94,22 @@ class Pipeline(OfOneProcess):
             raise ValueError(
                 f"rank {self.rank} holds stages {stages} in this schedule, {len(modules)} modules were given"
             )
-        self.modules = dict(zip(stages, modules, strict=True))
+        self.modules = dict(zip(stages, modules, strict=True))  # by stage
         self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
+        self.parallels: dict[int, Any] = {}  # Ddp or Fsdp of the rank's modules that are wrapped, by id
         for place, module in self.placed_modules():
             check_parts(place, module)
+            if (found := data_parallel(module)) is not None:
+                self.parallels[id(module)] = found
         self._gpu_part = gpu_part
         self.tier = self._make_tier()
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
-        self.edges: tuple[EdgeReport, ...] = ()
+        self.edges: tuple[EdgeReport, ...] = ()  # of the rank, once open
         self.device_edges: Any = None  # edges between GPUs
-        self.gpu: Any = None
+        self.gpu: Any = None  # the core's handle of the stages' GPU, once edges are open
         self._device_transport = options.device_transport
         if options.transport == "auto" and gpu_part("edges").serve(device, group):
             self._device_transport = "auto"
@@ -193,12 +192,7 @@ class Pipeline(OfOneProcess):
                 yield EdgeReport(edge.source, edge.destination, peer, *found)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
-        """Makes the executor that runs a program over the open edges.
-
-        Args:
-            cache: the KV cache.
-            fills: whether W runs in waits.
-        """
+        """Makes the executor that runs a program over the open edges; ``fills``: W runs in waits."""
         ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
         group, came_back = self.group.group, None if self.tier is None else self.tier.came_back
         order = program, self.rank, group, cache, ends, self.group.is_thread

@@ -27,7 +27,6 @@ from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
-from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.splitting import sequence_length
 from seq1f1b.engine.stage import Stage
@@ -64,10 +63,6 @@ class Runner:
         is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether warnings are shown, or only collected.
-    Attributes:
-        build: as given.
-        divides: whether loss_fn returns a sum and a divisor; None until a training step has told all ranks.
-        last_step: measurements of the last step.
     """
 
     def __init__(
@@ -91,6 +86,7 @@ class Runner:
         self.orders: dict[Hashable, RankOrder] = {}  # by the key of `order`; the last used at the end
         self.build = build
         can_divide = options.head is None and options.loss.reduction == "mean"
+        # Whether loss_fn returns a sum and a divisor; None until a training step has told all ranks.
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
@@ -99,7 +95,7 @@ class Runner:
         self._has_had_rows, self._epoch = False, 0  # the group's epoch at the last meeting
         self._executor: Any = None  # the executor of the running units
         self._bare = pipeline.bare_modules()
-        self._unreduced = [module for _, module in pipeline.placed_modules() if data_parallel(module) is None]
+        self._unreduced = [module for _, module in pipeline.placed_modules() if id(module) not in pipeline.parallels]
         self._last_was_plain = False  # whether the last step was a plain training step
         self.tuner: Any = None
         if not is_tuned:
@@ -200,7 +196,7 @@ class Runner:
         pipeline, group, training = self.pipeline, self.pipeline.group, arguments.training
         # 1. Failures since this rank's last step; the order and the batch of this step.
         group.enter()
-        for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
+        for parallel in pipeline.parallels.values():
             around.callback(parallel.end_step)
             parallel.begin_step()
         if arguments.rows is not None:

@@ -16,7 +16,6 @@ from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.findings import Findings
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import StageOrder
-from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.nested import tensors_of
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ class Stage:
         self.in_threads = pipeline.group.is_thread  # ranks that are threads share random generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
-        self.parallel = data_parallel(self.module)
-        self.head_parallel = data_parallel(self.loss_fn)
+        self.parallel = pipeline.parallels.get(id(self.module))
+        self.head_parallel = pipeline.parallels.get(id(self.loss_fn))
         # Ddp or Fsdp of the module and of the head, if wrapped.
         self.wrappers: list[Any] = [each for each in (self.parallel, self.head_parallel) if each is not None]
         # Checks of arguments by modules, as by stages of transformers models.

@@ -78,12 +78,11 @@ class Step:
         self._head: HeadStep | None = None  # the rank's shard of the output layer, if spread
         if options.head is not None:
             is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
-            self._head = HeadStep(
-                options.loss_fn, pipeline.rank_of_stage[-1], last, training=batch.training, is_mean=is_mean
-            )
+            self._head = HeadStep(options.loss_fn, pipeline, last, training=batch.training, is_mean=is_mean)
         self._embedding: EmbeddingStep | None = None  # the rank's shard of the input embedding, if spread
         if options.embedding is not None:
-            self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=batch.training)
+            last = order.last_cells.get("G", -1)
+            self._embedding = EmbeddingStep(options.embedding, pipeline, last, training=batch.training)
         self._autocast = torch.is_autocast_enabled(self._device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
@@ -207,10 +206,9 @@ class Step:
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
-        """Ends the step of stages and shards, after the last unit or an error."""
-        for each in (*self._stage_steps.values(), self._head, self._embedding):
-            if each is not None:
-                each.end()
+        """Ends the step of stages, after the last unit or an error."""
+        for each in self._stage_steps.values():
+            each.end()
 
     def losses(self) -> list[Tensor]:
         """Returns losses of the M micro-batches, or of all tokens, on the last stage's rank; [] elsewhere."""

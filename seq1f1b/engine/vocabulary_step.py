@@ -17,7 +17,7 @@ from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.batch import StepRead
 from seq1f1b.engine.ends import Source, ToStage, detached
 from seq1f1b.engine.features import Pass, Received
-from seq1f1b.engine.replicas import data_parallel
+from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.engine.vocabulary import (
     Statistics,
@@ -39,19 +39,14 @@ class _ShardStep:
         last: the cell of the rank's last T or G, for the reduction of gradients; -1: no T or G.
     """
 
-    def __init__(self, module: Any, last: int, training: bool) -> None:
-        self._module, self._last, self._training, self._parallel = module, last, training, data_parallel(module)
-        if self._parallel is not None:
-            self._parallel.begin_step()
+    def __init__(self, module: Any, pipeline: Pipeline, last: int, training: bool) -> None:
+        self._module, self._last, self._training = module, last, training
+        self._parallel = pipeline.parallels.get(id(module))
 
     def _backward(self, output: Tensor, gradient: Tensor, cell: int) -> None:
         is_last = cell == self._last
         with self._parallel.backward(is_last, (output,)) if self._parallel is not None else nullcontext():
             torch.autograd.backward(output, gradient)
-
-    def end(self) -> None:
-        if self._parallel is not None:
-            self._parallel.end_step()
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
@@ -75,15 +70,14 @@ class HeadStep(_ShardStep):
     """The rank's shard of the output layer in one step: passes S and T.
 
     Args:
-        last_rank: the rank of the last stage.
         is_mean: the loss is a mean over targets, not their sum.
     """
 
-    def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
-        super().__init__(loss_fn, last, training)
+    def __init__(self, loss_fn: Any, pipeline: Pipeline, last: int, *, training: bool, is_mean: bool) -> None:
+        super().__init__(loss_fn, pipeline, last, training)
         head = shard_of(loss_fn, VocabularyParallelHead)
         assert head is not None
-        self.head, self._is_mean, self._is_on_last = head, is_mean, head.rank == last_rank
+        self.head, self._is_mean, self._is_on_last = head, is_mean, pipeline.has_last
         self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
         self.handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self.gradients: dict[int, Tensor | None] = {}  # from T to the last stage, on its own rank
@@ -175,8 +169,8 @@ class HeadStep(_ShardStep):
 class EmbeddingStep(_ShardStep, Source):
     """The rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs."""
 
-    def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
-        super().__init__(module, last, training)
+    def __init__(self, module: nn.Module, pipeline: Pipeline, last: int, *, training: bool) -> None:
+        super().__init__(module, pipeline, last, training)
         shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
         self._shard = shard
@@ -196,9 +190,7 @@ class EmbeddingStep(_ShardStep, Source):
         """
         for tokens, *others in inputs:
             if others or not isinstance(tokens, Tensor) or tokens.is_floating_point():
-                raise TypeError(
-                    "inputs must be one tensor of token numbers, (batch, tokens), where the embedding is spread"
-                )
+                raise TypeError("inputs must be one tensor of token numbers, (batch, tokens), for a spread embedding")
             self._tokens.append(tokens)
         _check_range("inputs hold", self._tokens, self._shard, read)
         read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
