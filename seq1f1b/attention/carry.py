@@ -16,10 +16,6 @@ from seq1f1b.attention.unit import current
 __all__ = ["add_loss", "carry_in", "carry_out"]
 
 
-def _key(layer: Tensor | int) -> int:
-    return layer if isinstance(layer, int) else int(layer.item())
-
-
 @_disable_dynamo
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """Returns the state left by the previous segment's :func:`carry_out`.
@@ -46,7 +42,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
             "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in "
             "segment_sizes, as plan_step(siblings=False) does"
         )
-    key = _key(layer)
+    key = int(layer)
     if unit.carried_in is None:
         unit.carried_in = {}
     known = unit.carried_in.get(key)
@@ -84,12 +80,11 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
         unit.watch.noted.add("carries")
     if unit.training and not torch.is_grad_enabled() and unit.kept is None:
         raise RuntimeError(
-            "carry_out with gradients off in a training step: its gradient would be lost. "
-            "Under torch.utils.checkpoint pass use_reentrant=False"
+            "carry_out with gradients off in a training step: under torch.utils.checkpoint pass use_reentrant=False"
         )
     if unit.is_whole:  # no segment follows; a whole tree runs path by path, each path without a next segment
         return
-    key = _key(layer)
+    key = int(layer)
     if unit.carried_out is None:
         unit.carried_out = {}
     if key in unit.carried_out:

@@ -175,9 +175,7 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     rank, size = check_part(sequence_parallel)
     tokens = _C.unit_tokens()
     if tokens is None and rank > 0:
-        raise ValueError(
-            f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
-        )
+        raise ValueError(f"token_offset(sequence_parallel=({rank}, {size})) outside a step: use positions")
     return 0 if tokens is None else _C.token_position(rank * (tokens[1] // size))
 
 
@@ -375,22 +373,20 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tens
 
 
 def _fake_causal_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
-    sinks: Tensor, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
-    dq, dk, dv = (_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v))
-    return dq, dk, dv, lse.new_empty(sinks.shape)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Returns empty results; ``others``: slopes, ids, sinks and options."""
+    _check_devices(dout, q, k, v, out, lse, *others[:3])
+    return *(_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v)), lse.new_empty(others[2].shape)
 
 
 def _fake_segment_attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Returns empty results; ``others``: slopes, ids, sinks, options and the number of heads of keys."""
+    _check_devices(dout, q, out, lse, *others[:3])
     sizes = (q.shape[1], q.shape[3]), (others[-1], q.shape[3]), (others[-1], out.shape[3])
-    dq, dk, dv = (_token_major(q, *size) for size in sizes)
-    return dq, dk, dv, lse.new_empty(sinks.shape)
+    return *(_token_major(q, *size) for size in sizes), lse.new_empty(others[2].shape)
 
 
 def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:

@@ -85,9 +85,7 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
         raise ValueError("there are no documents to pack")
     for index, length in enumerate(lengths):
         if not 1 <= length <= row_len:
-            raise ValueError(
-                f"document {index} has {length} tokens, must have 1 to {row_len}, a row: cut it or drop it"
-            )
+            raise ValueError(f"document {index} has {length} tokens, must have 1 to {row_len}, a row: cut or drop it")
     rows = best_fit(lengths, row_len)
     rows += [[] for _ in range(-len(rows) % multiple_of)]
     return Packing(tuple(lengths), row_len, tuple(map(tuple, rows)))

@@ -102,9 +102,7 @@ def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
     """Checks shapes before the first message, because a message of unexpected size would hang the other ranks."""
     batch, heads, tokens, _ = q.shape
     if heads % size:
-        raise ValueError(
-            f"q has {heads} heads, which the {size} ranks of the group do not divide: take a group of fewer ranks"
-        )
+        raise ValueError(f"q has {heads} heads, which the {size} ranks of the group do not divide: take fewer ranks")
     if doc_ids is not None and tuple(doc_ids.shape) not in ((batch, tokens), (batch, size * tokens)):
         raise ValueError(
             f"doc_ids is {tuple(doc_ids.shape)}, must be ({batch}, {tokens}), as q, or of the whole segment, "

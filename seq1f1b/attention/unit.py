@@ -79,10 +79,8 @@ class LiveUnit:
         Args:
             gradients: a gradient for each of ``roots``, or None.
         """
-        roots, seeds = self.roots, tuple(gradients)
-        if any(root is None or seed is None for root, seed in zip(roots, seeds, strict=True)):
-            pairs = [(r, g) for r, g in zip(roots, seeds, strict=True) if r is not None and g is not None]
-            roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
+        pairs = [(r, g) for r, g in zip(self.roots, gradients, strict=True) if r is not None and g is not None]
+        roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
         if self.carried_out is not None and self.carried_back is not None:
             for name, leaf in self.carried_back.items():
                 state = self.carried_out[name]

@@ -34,15 +34,10 @@ MOST_SHOWN = 200  # characters of the rows in a message
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees of a step: parents and siblings of all segments.
+    """The trees of a step: parents and siblings of all segments, ``[micro-batch][segment]``."""
 
-    Attributes:
-        parents: parent of each segment, ``[micro-batch][segment]``, -1 for the first segment.
-        parts: tokens of each sibling in a segment, ``[micro-batch][segment]``; a single number without siblings.
-    """
-
-    parents: tuple[tuple[int, ...], ...]
-    parts: tuple[tuple[tuple[int, ...], ...], ...]
+    parents: tuple[tuple[int, ...], ...]  # -1 for the first segment
+    parts: tuple[tuple[tuple[int, ...], ...], ...]  # tokens of each sibling; a single number without siblings
 
     def __str__(self) -> str:
         """Returns the parents and siblings as text."""
@@ -74,15 +69,10 @@ class Trees:
 
 
 class Path(NamedTuple):
-    """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
+    """A path from the root to a leaf, in a micro-batch whose segments lie one after another."""
 
-    Attributes:
-        tokens: places in the micro-batch of the path's tokens.
-        own: indices in ``tokens`` of the tokens in no earlier path.
-    """
-
-    tokens: Tensor
-    own: Tensor
+    tokens: Tensor  # places in the micro-batch of the path's tokens
+    own: Tensor  # indices in `tokens` of the tokens in no earlier path
 
 
 def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
@@ -252,18 +242,17 @@ def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[
 
 def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
     """Raises, on every rank, unless all ranks have equal rows, plans and orders. Collective."""
-    planned, some = "None" if plan is None else plan.digest, rows or ()
-    long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
+    planned = "None" if plan is None else plan.digest
     own = {
-        "segment_sizes": _shown(repr(None if rows is None else [list(row) for row in rows]), long),
+        "segment_sizes": _shown(repr(None if rows is None else [list(row) for row in rows])),
         "plan": (planned, planned),
-        "parents": _shown(str(trees), "trees of " + long),
+        "parents": _shown(str(trees)),
         "schedule": (order, f"order {order}"),
     }
     check_agreement(group.all_gather_object(own))
 
 
-def _shown(text: str, long: str) -> tuple[str, str]:
-    """Returns a digest of a text for comparison, and a text for errors: ``long`` in place of a long text."""
+def _shown(text: str) -> tuple[str, str]:
+    """Returns a digest of a text for comparison, and the begin of the text for errors."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"
+    return digest, text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({digest})"

@@ -26,7 +26,7 @@ from seq1f1b.engine.splitting import (
     split_sequence,
 )
 from seq1f1b.files import check_number
-from seq1f1b.nested import mapped
+from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.partition import ModelShape
 
 __all__: list[str] = []
@@ -82,33 +82,14 @@ class StepRead:
 class Batch:
     """The arguments of one step on the rank; after :meth:`split` by cell, a segment's number over all micro-batches.
 
-    A row is the list of a micro-batch's segments. ``leaves`` are tensors of autograd; ``num_parts`` counts leaves of
-    trees, the last segments of paths. ``part`` in :meth:`split` is the rank's ``TokenPart`` of each segment.
-
-    Attributes:
-        length: tokens of the longest micro-batch; 0: the rank learns the length from the first message.
-        rows: tokens of the segments of every micro-batch; before the split only in steps of rows.
-        sizes: tokens of segments for the executor: of one micro-batch if all are alike, else of all in order.
-        target: targets of the M micro-batches, on the rank of the last stage.
-        inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of the
-            rank's stages, and targets.
-        siblings: see :attr:`seq1f1b.documents.rows.Trees.siblings`.
-        num_parts: in a step of trees, by cell, the number of sibling leaves in the unit.
-        paths: by cell, the paths of units that run path by path.
-        documents: number of documents in each micro-batch, if the step's plan has them.
-        has_documents: whether a micro-batch has several documents.
-        by_targets: whether a segment weighs by its share of the targets of all micro-batches, not of its micro-batch.
-        is_new: whether the step is the first of a shape: then features look, measure and compare.
-        gradients: the step's gradients, kept apart from earlier gradients; ``loss.py`` adds tensors outside of modules.
-        read: takes requests for values on the device, read before the units run.
-        seq_dim, arg_rules: the dimension of tokens, and the rules of keyword arguments, as the engine has them.
+    A row is the list of a micro-batch's segments.
     """
 
-    inputs: list[tuple[Any, ...]] | None = None
-    kwargs: list[dict[str, Any]] | None = None
-    targets: list[Any] | None = None
-    is_new = True
-    gradients: StepGradients | None = None
+    inputs: list[tuple[Any, ...]] | None = None  # by cell, positional arguments of the first stage
+    kwargs: list[dict[str, Any]] | None = None  # by cell, keyword arguments of the rank's stages
+    targets: list[Any] | None = None  # by cell
+    is_new = True  # the first step of a shape: features look, measure and compare
+    gradients: StepGradients | None = None  # apart from earlier ones; `loss.py` adds tensors outside of modules
 
     def __init__(self, arguments: StepArguments, options: Options, pipeline: Pipeline) -> None:
         self.arguments, self._options, device = arguments, options, pipeline.device
@@ -122,14 +103,17 @@ class Batch:
                 mapped(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_pinned()))
                 for value in (self._inputs, self.target, self._kwargs)
             )
-        self.leaves, self.read = Leaves(), StepRead()
+        self.leaves, self.read = Leaves(), StepRead()  # tensors of autograd; values of the device, read before units
+        # Whether a segment weighs by its share of the targets of all micro-batches, not of its micro-batch.
         is_asked = options.loss.weight == "targets" or arguments.rows is not None
         self.by_targets = is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
-        self.rows: Rows = arguments.rows or ()
+        self.rows: Rows = arguments.rows or ()  # before the split only in steps of rows
         self.num_microbatches = len(self.rows) or options.num_microbatches
-        self.length, self.sizes = 0, [0] * options.num_segments
+        self.length = 0  # tokens of the longest micro-batch; 0: the rank learns the length from the first message
+        self.sizes = [0] * options.num_segments  # for the executor: of one micro-batch if all are alike, else of all
         trees, whole, plan = arguments.trees, arguments.paths, arguments.plan
         self.siblings = ((), ()) if trees is None else trees.siblings
+        # Sibling leaves in each cell of a step of trees; paths of units that run path by path; documents in each row.
         self.num_parts = [] if trees is None else [len(part) for row in trees.parts for part in row]
         self.paths = [] if whole is None else list(map(paths_of, whole.parents, whole.parts))
         self.documents = [] if plan is None else [len(row) for row in plan.rows]
@@ -143,9 +127,7 @@ class Batch:
         if self._has_last and training and (options.loss_fn is None or target is None):
             missing = {"loss_fn of the engine": options.loss_fn, "target": target}
             names = " and ".join(name for name, value in missing.items() if value is None)
-            raise ValueError(
-                f"{names} missing on rank {self._rank}, which holds the last stage: training needs both there"
-            )
+            raise ValueError(f"{names} missing on rank {self._rank}, which holds the last stage: training needs both")
         if self._has_last and target is not None and options.loss_fn is None:
             raise ValueError("target was given, but the engine has no loss_fn")
         if self.arguments.loss_weight is not None:
@@ -214,10 +196,8 @@ def merge(parts: list[Any], dim: int) -> Any:
     Args:
         parts: outputs in order: tensors, or tensors in nested tuples and dicts.
     """
-    if isinstance(parts[0], (tuple, list)):
-        return tuple(merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
-    if isinstance(parts[0], dict):
-        return {key: merge([part[key] for part in parts], dim) for key in parts[0]}
-    if not isinstance(parts[0], Tensor) or len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)
+    joined = iter([
+        same[0] if len(same) == 1 else torch.cat(same, dim) if same[0].dim() else torch.stack(same)
+        for same in zip(*map(tensors_of, parts), strict=True)
+    ])  # fmt: skip
+    return mapped(parts[0], lambda _: next(joined))

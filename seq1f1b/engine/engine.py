@@ -102,14 +102,6 @@ class PipelineEngine(OfOneProcess):
     _needs_whole_model = True  # False: one stage of a model may run alone
     _scaler: torch.amp.GradScaler | None = None  # given to the last training step
 
-    if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError for an unknown name; for a name of a state, names :class:`PipelineState`."""
-            state = ": seq1f1b.PipelineState(engine, optimizer) has the state of this rank's stages, for torch's DCP"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
-            raise AttributeError(text, name=name, obj=self)
-
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],

@@ -187,15 +187,8 @@ class FileTier(Tier):
 
 
 def _open_without_name(directory: str) -> int:
-    """Opens a new file: made without a name or, if the file system has no such files, unlinked at once."""
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    file, path = tempfile.mkstemp(prefix="seq1f1b-", dir=directory)
-    os.unlink(path)
-    return file
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 def _file_system(directory: str) -> str:

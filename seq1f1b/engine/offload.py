@@ -219,8 +219,7 @@ class MovedTensors(SavedBytes):
             return super().unpack(kept)
         if not kept.look():
             raise RuntimeError(
-                "a tensor that the stage's backward needs was changed in place after F had saved it: let the stage "
-                "work on a copy"
+                "a tensor that the stage's backward needs was changed in place after F: let it work on a copy"
             )
         assert kept.tensor is not None, "read while it is away"
         return kept.tensor

@@ -56,7 +56,8 @@ class Loss:
             raise ValueError(f"Loss.weight is {self.weight!r}, must be 'targets', 'microbatches' or a callable")
         if self.weight is not None and not isinstance(self.weight, str):
             _check_callable("Loss.weight", self.weight)
-        _check_bool("Loss.scale_grads", self.scale_grads)
+        if not isinstance(self.scale_grads, bool):
+            raise TypeError(f"Loss.scale_grads is {self.scale_grads!r}, must be True or False")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,13 @@ class Memory:
 
     def __post_init__(self) -> None:
         check_units("Memory.recompute", self.recompute)
-        _check_blocks(self.blocks)
+        if self.blocks is not None:
+            if not isinstance(self.blocks, tuple) or len(self.blocks) != 2 or not isinstance(self.blocks[0], str):
+                raise TypeError(
+                    f"Memory.blocks is {self.blocks!r}, must be (name of a list of blocks, share to recompute)"
+                )
+            if not callable(self.blocks[1]):
+                check_share(self.blocks[1])
         if self.offload is not None and self.offload is not HOST and not isinstance(self.offload, (str, os.PathLike)):
             raise TypeError(f"Memory.offload must be a directory or seq1f1b.HOST, got {type(self.offload).__name__}")
         if self.units is not None:
@@ -171,11 +178,6 @@ class Options:
         _check_sizes(self.segment_sizes, self.num_segments)
 
     @cached_property
-    def count(self) -> Callable[[Any], float] | None:
-        """The caller's function that counts a segment's targets; None: the default count."""
-        return self.loss.weight if callable(self.loss.weight) else None
-
-    @cached_property
     def head(self) -> VocabularyParallelHead | None:
         """The rank's shard of the output layer, if the vocabulary is spread over the ranks."""
         return shard_of(self.loss_fn, VocabularyParallelHead)
@@ -195,23 +197,9 @@ class Options:
         return self.transport if TRANSPORTS[self.transport].between_gpus else None
 
 
-def _check_bool(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, must be True or False")
-
-
 def _check_callable(name: str, value: object) -> None:
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
-
-
-def _check_blocks(value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
-        raise TypeError(f"Memory.blocks is {value!r}, must be (name of a list of blocks, share to recompute)")
-    if not callable(value[1]):
-        check_share(value[1])
 
 
 def check_share(share: Any, whose: str = "") -> float:
@@ -305,7 +293,7 @@ def order_of(
         schedule = partial(build_schedule, schedule)
     if not isinstance(schedule, Schedule) and not callable(schedule):
         raise TypeError(
-            "schedule must be a name, a seq1f1b.Schedule, a plan or its file, or a callable that builds an order, got "
+            "schedule must be a name, a seq1f1b.Schedule, a plan or its file, or a callable, got "
             f"{type(schedule).__name__}"
         )
     return schedule, {
@@ -339,18 +327,14 @@ def agreement_of(
     if sizes is not None and not isinstance(sizes, ModelShape) and not callable(sizes):
         sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)
     place = memory.offload if memory.offload is None or memory.offload is HOST else "a directory"
-    values: dict[str, Any] = {
-        "num_microbatches": options.num_microbatches,
-        "num_segments": options.num_segments,
+    alike = ("num_microbatches", "num_segments", "seq_dim", "transport", "sequence_parallel")
+    values: dict[str, Any] = {name: getattr(options, name) for name in alike} | {
         "segment_sizes": sizes,
-        "seq_dim": options.seq_dim,
         "Loss.reduction": loss.reduction,
         "Loss.scale_grads": loss.scale_grads,
-        "transport": options.transport,
         "Memory.recompute": memory.recompute,
         "Memory.offload": place,  # each rank may have a directory of its own
         "Memory.units": memory.units,
-        "sequence_parallel": options.sequence_parallel,
         "weights": "fill" if schedule.fills else "planned",
     }
     head, embedding = options.head, options.embedding_shard

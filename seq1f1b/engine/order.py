@@ -68,8 +68,7 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
         return schedule.offload(default if memory.units is None else memory.units)
     if moves:
         raise ValueError(
-            "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or "
-            "seq1f1b.HOST on GPUs"
+            "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory, or seq1f1b.HOST"
         )
     return schedule
 
@@ -122,9 +121,7 @@ def schedule_of_rows(
             raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
         schedule.check()
     elif source is None:
-        raise ValueError(
-            "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
-        )
+        raise ValueError("a step of rows builds its own order: give the engine the name of a schedule, or a callable")
     else:
         schedule = build(source, pipeline.num_ranks, len(counts), counts, len(pipeline.modules), parents)
         if schedule.parents != parents:
@@ -141,31 +138,22 @@ def schedule_of_rows(
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """The order and the options of plain steps.
-
-    Attributes:
-        choice: the tuner's choice, see :mod:`seq1f1b.report.tuning`; None: the engine's own arguments.
-    """
+    """The order and the options of plain steps."""
 
     schedule: Schedule
     options: Options
-    choice: Any = None
+    choice: Any = None  # the tuner's, see :mod:`seq1f1b.report.tuning`; None: the engine's own arguments
 
 
 class StageOrder:
     """Passes of the cells of one stage. A cell is a segment, numbered within the stage over all micro-batches.
 
-    Attributes:
+    Args:
+        units: letter of the pass and cell, in run order.
         places: micro-batch and segment of each cell, and whether no cell follows: the last of a micro-batch, or a
             leaf of a tree.
         parents: the cell before each cell, -1 for the first cell of a micro-batch.
         num_children: number of cells behind each cell, in an order of trees; else None.
-        units: letter of the pass and cell, in run order.
-        kinds: letters of all passes.
-        forwards: cells in the order of their F.
-        split: cells whose backward is I and W.
-        recomputed, moved: cells with an R, and with O, A and L.
-        last_gradients: the pass, B or W, and the cell after which all gradients of weights are complete.
     """
 
     def __init__(
@@ -181,23 +169,17 @@ class StageOrder:
         self.forwards = of["F"]
         self.kinds = frozenset(letter for letter, _ in self.units)
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
+        # The pass, B or W, and the cell after which all gradients of weights are complete.
         self.last_gradients = next((unit for unit in reversed(self.units) if unit[0] in "BW"), ("", -1))
 
 
 class RankOrder(OfOneProcess):
-    """An order on one rank: the lowered program, the executor that runs the program, and the rank's cells.
-
-    Attributes:
-        recomputes: whether any rank recomputes a unit.
-        stages: the passes of cells of the rank's stages.
-        last_cells: by the letter of a pass, the cell of the rank's last unit of the pass.
-    """
+    """An order on one rank: the lowered program, the executor that runs the program, and the rank's cells."""
 
     def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
         self.schedule, self.program, self.executor, self._rank = schedule, program, executor, rank
         segments, first = schedule.segments_of, schedule._first_cells
-        self.num_cells = first[-1]
-        self.recomputes = "R" in schedule.kinds
+        self.recomputes = "R" in schedule.kinds  # on any rank
         places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
         parents = [cell - 1 if s else -1 for cell, (_, s, _) in enumerate(places)]
         num_children: list[int] | None = None
@@ -208,7 +190,7 @@ class RankOrder(OfOneProcess):
                 num_children[parent] += 1
             places = [(m, s, not num_children[cell]) for cell, (m, s, _) in enumerate(places)]
         own: dict[int, list[tuple[str, int]]] = {}
-        self.last_cells: dict[str, int] = {}
+        self.last_cells: dict[str, int] = {}  # by pass, the cell of the rank's last unit
         for letter, stage, microbatch, segment in schedule.units_of(rank):
             cell = first[microbatch] + segment
             own.setdefault(stage, []).append((letter, cell))

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from seq1f1b.engine.options import Builder, Options, agreement_of, check_launch, first_order, modules_of, order_of
+from seq1f1b.engine.options import Options, agreement_of, check_launch, first_order, modules_of, order_of
 from seq1f1b.engine.order import plain_schedule
 from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
 from seq1f1b.engine.runner import Runner
@@ -52,7 +51,26 @@ def set_up(
         waits = {"timeout": options.limits.step, "arrival_timeout": options.limits.longest}
         joined = resolve_group(group, options.transport, meeting=meeting, **waits)
         joined.set_limits(options.limits.step)
-        return _join(joined, modules, device, options, source, gpu_part, is_whole=is_whole)
+
+        order = plain_schedule(source, joined.size, len(modules), options, device)
+        own = [i for i, rank in enumerate(order.rank_of_stage) if rank == joined.rank]
+        places = places_of(zip(own, modules, strict=False)) if is_whole else []
+        check = partial(check_places, rank_of_stage=order.rank_of_stage)
+        agreement = Agreement(joined, agreement_of(options, order, source, device), places, check)
+        if not joined.is_thread:  # ranks that are threads may make engines one by one: they meet in a step
+            agreement.check()
+        pipeline = Pipeline(modules, device, options, joined, order, agreement, gpu_part)
+        builder = None if isinstance(source, Schedule) else source
+        runner = Runner(pipeline, options, order, builder, is_tuned=source is first_order)
+        pipeline.connect(pipeline.lower(order))
+        if not pipeline.is_between_gpus:
+            runner.order(training=True)
+        if not joined.is_thread:
+            joined.begin()
+        if pipeline.is_between_gpus:  # the first messages of an edge between GPUs test the edge
+            pipeline.connect_gpus()
+            runner.order(training=True)
+        return runner
     except BaseException as error:
         # Other ranks may wait for this rank: to arrive, to open edges, or in the first step.
         if joined is None and meeting is not None:
@@ -62,34 +80,3 @@ def set_up(
         if joined is not None and joined is not group:
             joined.close()
         raise
-
-
-def _join(
-    group: RankGroup,
-    modules: list[nn.Module],
-    device: torch.device,
-    options: Options,
-    source: Schedule | Builder,
-    gpu_part: Callable[[str], Any],
-    *,
-    is_whole: bool,
-) -> Runner:
-    schedule = plain_schedule(source, group.size, len(modules), options, device)
-    own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-    places = places_of(zip(own, modules, strict=False)) if is_whole else []
-    check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
-    agreement = Agreement(group, agreement_of(options, schedule, source, device), places, check)
-    if not group.is_thread:  # ranks that are threads may make engines one by one: they meet in a step
-        agreement.check()
-    pipeline = Pipeline(modules, device, options, group, schedule, agreement, gpu_part)
-    builder = None if isinstance(source, Schedule) else source
-    runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
-    pipeline.connect(pipeline.lower(schedule))
-    if not pipeline.is_between_gpus:
-        runner.order(training=True)
-    if not group.is_thread:
-        group.begin()
-    if pipeline.is_between_gpus:  # the first messages of an edge between GPUs test the edge
-        pipeline.connect_gpus()
-        runner.order(training=True)
-    return runner

@@ -45,10 +45,7 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: 
     def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)
         if tensor.dim() <= dim or tensor.size(dim) != length:
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens to split into "
-                "segments"
-            )
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens")
         return list(torch.split(tensor, every, dim)[rank::num_parts])
 
     every = list(sizes) if num_parts == 1 else part_sizes(sizes, part)
@@ -174,9 +171,7 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
         raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
     for name, rule in rules.items():
         if rule not in ("slice", "replicate") and not callable(rule):
-            raise ValueError(
-                f"arg_rules[{name!r}] is {rule!r}; it must be 'slice', 'replicate' or a callable of the unit"
-            )
+            raise ValueError(f"arg_rules[{name!r}] is {rule!r}; it must be 'slice', 'replicate' or a callable")
     for microbatch in kwargs if isinstance(kwargs, list) else [kwargs or {}]:
         if not isinstance(microbatch, Mapping):
             raise TypeError(f"kwargs must be a dict, or a list of them, got {type(microbatch).__name__}")

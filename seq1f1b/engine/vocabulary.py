@@ -177,9 +177,7 @@ class VocabularyParallelHead(VocabularyShard):
         if target is None:
             return logits
         if self.num_ranks > 1:
-            raise RuntimeError(
-                "a shard of the vocabulary has no loss of its own: give it to PipelineEngine as loss_fn, on every rank"
-            )
+            raise RuntimeError("a shard of the vocabulary has no loss of its own: give it to PipelineEngine as loss_fn")
         labels, more = self.read_target(target)
         found = self.combine([self.statistics(logits, labels)])
         if self.token_loss is not None:

@@ -31,27 +31,22 @@ class Weighting:
 
     A micro-batch's loss is the sum of share x loss over segments. Gradients are of the sum of weight x loss over
     micro-batches. So the backward of a segment starts with the product of share and weight.
-
-    Attributes:
-        shares: by cell, the segment's share in the micro-batch's loss; set by :meth:`weigh`.
-        counts: by cell, the number of targets of a mean; 1.0 for losses that are added without weights.
-        weights: of micro-batches; equal, until :meth:`weigh` or another rank sets weights by targets.
-        seeds: by cell, gradients with which backwards start, float64 on the device; for losses without a divisor.
-        sum_seed: the gradient with which backwards start, for losses with a divisor; :meth:`factor` divides.
-        count: counts the targets of any piece of a sequence; None: losses are added without weights.
-        scale: the shares on the device, float64.
     """
 
-    scale: Tensor
-    seeds: Tensor
-    sum_seed: float
+    scale: Tensor  # the shares on the device, float64
+    seeds: Tensor  # by cell, with which backwards start, float64 on the device; for losses without a divisor
+    sum_seed: float  # with which backwards start, for losses with a divisor; :meth:`factor` divides
 
     def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
         self.batch, self.rows, self.options, self._device = batch, batch.rows, options, device
         self.arguments = batch.arguments
         self._totals: list[float] = []  # targets of the micro-batches, if losses are means
-        self.shares, self.counts = list[float](), list[float]()
-        self.count = None if options.loss.reduction == "sum" else options.count or count_default
+        self.shares = list[float]()  # by cell, the segment's share in the micro-batch's loss; set by :meth:`weigh`
+        self.counts = list[float]()  # by cell, targets of a mean; 1.0 for losses that are added without weights
+        self._counter = options.loss.weight if callable(options.loss.weight) else None  # the caller's
+        # Counts the targets of any piece of a sequence; None: losses are added without weights.
+        self.count = None if options.loss.reduction == "sum" else self._counter or count_default
+        # Weights of micro-batches: equal, until :meth:`weigh` or another rank sets weights by targets.
         alike = batch.arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
         self.weights = [alike] * len(self.rows)
 
@@ -67,19 +62,16 @@ class Weighting:
 
         If n ranks share the tokens of segments, shares are n times as large, because the loss is the mean over the n
         ranks.
-
-        Args:
-            last: the last stage.
         """
         options, arguments = self.options, self.arguments
         rank, num_parts = options.sequence_parallel
-        if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
+        if options.loss.reduction == "sum" or (arguments.divides and self._counter is None):  # nothing is weighed
             totals = [1.0] * len(self.rows)
             self.counts = [1.0] * sum(map(len, self.rows))
             self.shares = [float(num_parts)] * len(self.counts)
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
-            every = count_targets(self.batch.target, pieces, options.seq_dim, options.count, self.batch.read)
+            every = count_targets(self.batch.target, pieces, options.seq_dim, self._counter, self.batch.read)
             totals = self._totals = [sum(row) for row in every]
             for row, own in zip(every, totals, strict=True):
                 self.counts += row[rank::num_parts]
@@ -162,8 +154,7 @@ def count_targets(
             asked += map(count, cut)
         elif first is None and len(sizes) > 1:
             raise TypeError(
-                f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts a "
-                "segment's targets"
+                f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts it"
             )
         elif first is None or first.is_floating_point():
             asked += [1.0] if first is None else map(float, sizes)
@@ -202,11 +193,7 @@ def sum_divisors(divisors: Iterable[float]) -> float:
 
 
 def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows) -> list[Tensor]:
-    """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0.
-
-    Args:
-        rows: tokens of the segments of every micro-batch.
-    """
+    """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0."""
     found, cells = [], iter(range(sum(map(len, rows))))
     for row in rows:
         own = list(islice(cells, len(row)))
@@ -219,7 +206,6 @@ def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor
     """Joins losses of segments (by cell) to losses of the M micro-batches; zero without counted targets.
 
     Args:
-        rows: tokens of the segments of every micro-batch.
         scale: by cell, the segment's share, on the device.
     """
     counts = list(map(len, rows))
