@@ -17,6 +17,8 @@ from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from wide_products import wide_products
@@ -200,6 +202,23 @@ def test_evaluations_and_steps_on_a_device_without_the_op_are_autograds():
 # -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
+class Several(nn.Module):
+    """One layer with the weights of several: given by ``functional_call``, or swapped."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.others = nn.ParameterList([nn.Parameter(torch.randn(HIDDEN, HIDDEN)) for _ in range(2)])
+
+    def forward(self, x):
+        x = x + functional_call(self.layer, {"weight": self.others[0]}, (x.tanh(),))
+        own, self.layer.weight = self.layer.weight, self.others[1]
+        x = x + self.layer(x.tanh())
+        self.layer.weight = own
+        return self.layer(x)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("make", "kind", "num_calls", "options"),
@@ -209,6 +228,7 @@ def test_evaluations_and_steps_on_a_device_without_the_op_are_autograds():
         (lambda: nn.Linear(HIDDEN, HIDDEN, bias=False), torch.bfloat16, UNITS, {}),
         (lambda: Body(experts), torch.bfloat16, 2 * UNITS - 1, {}),  # a unit without tokens for either
         (mlp, torch.float32, 2 * UNITS, {}),  # under autocast
+        (Several, torch.float32, 3 * UNITS, {}),
         (lambda: Body(BETWEEN["a layer added"]), torch.float32, 3 * UNITS, {}),
         (mlp, torch.bfloat16, 0, {"grad_dtype": None}),
     ],
@@ -223,6 +243,66 @@ def test_gradients_of_16_bit_products(monkeypatch, make, kind, num_calls, option
     with torch.autocast("cpu", torch.bfloat16) if kind == torch.float32 else nullcontext():
         compare(make().to(kind), route, calls, **options)
     assert calls is None or len(calls) == num_calls
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table, which may be the output layer's, too."""
+
+    def __init__(self, rows, tied=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(rows, HIDDEN, **options)
+        self.head = nn.Linear(HIDDEN, rows, bias=False) if tied else None
+        if self.head is not None:
+            self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = self.table(x).relu()
+        return x if self.head is None else self.head(x)[..., :HIDDEN]
+
+
+TABLES = {
+    "many rows": (400, {}),
+    "few rows": (20, {}),
+    "padding": (400, {"padding_idx": 3}),
+    "padding of few": (20, {"padding_idx": 3}),
+    "a table that the head shares": (400, {"tied": True}),
+    "scaled by frequency": (400, {"scale_grad_by_freq": True}),
+    "clipped": (400, {"max_norm": 1.0}),
+    "sparse": (400, {"sparse": True}),
+}
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", SPLIT])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("which", TABLES)
+def test_embeddings_add_the_rows_of_their_tokens(which, dtype, schedule):
+    """As autograd does, which makes the whole table's gradient; over two steps, with tokens that come often."""
+    rows, options = TABLES[which]
+    torch.manual_seed(0)
+    x = torch.randint(rows, (2 * M, TOKENS))
+    x[:, ::3] = 3
+    x[:, 1] = 0
+    x[0] = rows - 1
+
+    def run():
+        module = Words(rows, **options).to(dtype)
+        engine = engine_of(module, schedule=schedule)
+        for _ in range(2):
+            engine.step(x, target=torch.zeros(2 * M, TOKENS, HIDDEN))
+        return module.table.weight.grad, engine.report().stages[0].fused_weights
+
+    with wide_products():
+        found, fused = run()
+    assert fused == (0 if which in ("scaled by frequency", "clipped", "sparse") else rows * HIDDEN)
+    truth, _ = run()
+    assert found.is_sparse == truth.is_sparse == (which == "sparse")
+    found, truth = found.to_dense(), truth.to_dense()
+    assert (found - truth).norm() <= (1e-12 if dtype == torch.float64 else 1e-2) * truth.norm()
+    assert torch.equal(found.ne(0), truth.ne(0))
 
 
 # -- who else looks at gradients ---------------------------------------------------------------------------------------
@@ -453,6 +533,28 @@ def test_five_steps_leave_no_tensors(route):
             gc.collect()
             counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     assert len(set(counts[1:])) == 1, counts
+
+
+def test_a_step_that_fails_leaves_no_graph():
+    kept = []
+
+    class Exp(nn.Module):
+        def forward(self, x):
+            output = x.exp()  # which its own backward takes
+            kept.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+    def loss_fn(output, target):
+        if len(kept) == UNITS:
+            raise ValueError("the last one fails")
+        return mean_of_squares(output, target)
+
+    module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Exp()).double()
+    with wide_products(), pytest.raises(Exception, match="the last one fails"):
+        step(module, loss_fn=loss_fn, schedule="gpipe")
+    gc.collect()
+    assert len(kept) == UNITS
+    assert all(storage.expired() for storage in kept)
 
 
 def test_products_are_dropped_as_they_are_done(monkeypatch):
