@@ -424,6 +424,27 @@ def test_at_a_unit(fault: Callable[..., Any], words: str) -> None:
     assert calls[1] < calls[0], "the next stage ran on an output that was wrong"
 
 
+AT_LOSS: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda output, target: output.sum((1, 2)),
+        r"ValueError: ^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
+    ),
+    (
+        lambda output, target: cross_entropy(output[:, :2], target),
+        r"ValueError: ^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "words"), AT_LOSS)
+def test_at_the_loss(loss: Callable[..., Any], words: str) -> None:
+    (other, own), _ = run_two(loss=loss)
+    check_error(own, words)
+    assert (
+        type(other) is PipelineError and other.rank == 1 and "rank 1 ended the step: [1]F0.0: ValueError" in str(other)
+    )
+
+
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
 
 

@@ -554,3 +554,45 @@ def test_nothing_is_told_where_it_was_said(loss_fn: Any, target: str, options: d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(make_model(), loss_fn, BATCH[target], **options)
+
+
+def test_the_look_changes_nothing() -> None:
+    """Neither a gradient, nor a random number, nor what is measured, nor a buffer."""
+    calls: list[int] = []
+
+    def counting(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(1)
+        return plain(y, t)
+
+    stages = make_model()
+    torch.manual_seed(5)
+    found = train(stages, counting, BATCH["padded"])
+    after_first = len(calls)
+    drawn = torch.rand(1)
+    for stage in stages:
+        stage.zero_grad()
+    torch.manual_seed(5)
+    again = train(stages, counting, BATCH["padded"], loss=Loss(weight="microbatches"))
+    assert torch.equal(drawn, torch.rand(1))
+    for mine, theirs in zip(found, again, strict=True):
+        assert torch.equal(mine, theirs)
+    assert after_first == 9 + 4  # segments of the batch; those of one micro-batch again, and joined
+
+
+def test_another_form_in_a_later_step_is_named() -> None:
+    for forms in ((summed, plain), (plain, summed)):
+        form = [forms[0]]
+        engine = engine_of(lambda y, t, form=form: form[0](y, t), loss=Loss(weight="targets"))
+        engine.step(TOKENS, target=LATE)
+        before = gradients_of(engine)
+        form[0] = forms[1]
+        with pytest.raises(ValueError, match="for some segments or steps, and one loss for others"):
+            engine.step(TOKENS, target=LATE)
+        assert all(torch.equal(before[name], g) for name, g in gradients_of(engine).items())
+
+
+def test_no_target_at_all_is_told() -> None:
+    stages = make_model()
+    with pytest.warns(UserWarning, match="no target of this step is counted"):
+        found = train(stages, plain, torch.full_like(BATCH["ignored"], -100), steps=2)
+    assert all(not gradient.any() for gradient in found)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seq1f1b import PipelineEngine
+from seq1f1b.testing import run_ranks
 
 
 class Scaled(nn.Module):
@@ -68,3 +69,33 @@ def test_gradients_are_those_of_the_whole_model(name: str, loss_fn: Any) -> None
         for mine, theirs in zip((theta, *model.parameters()), expected, strict=True):
             torch.testing.assert_close(mine.grad, times * theirs, rtol=1e-10, atol=1e-12)
         inputs, kwargs, target = CASES[name](theta, x, y)
+
+
+def test_each_rank_has_a_graph_of_its_own() -> None:
+    """The first stage's inputs, and the keyword arguments of each rank, depend on a parameter outside the pipeline."""
+    torch.manual_seed(0)
+    stages, x = [Scaled().double(), Scaled().double()], torch.randn(4, 6, 4, dtype=torch.float64)
+    theta = torch.randn(4, dtype=torch.float64)
+    whole, own = copy.deepcopy(nn.ModuleList(stages)), theta.clone().requires_grad_()
+    shared = own.exp()
+    kwargs = {"a": shared.sin(), "b": shared.cos()}
+    F.mse_loss(whole[1](whole[0](x * shared, **kwargs), **kwargs), x).backward()
+
+    def work(group: Any) -> Tensor | None:
+        outer = theta.clone().requires_grad_()
+        shared = outer.exp()
+        engine = PipelineEngine(
+            stages[group.rank],
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=F.mse_loss,
+            group=group,
+            arg_rules={"a": "replicate", "b": "replicate"},
+        )
+        engine.step(x * shared, target=x, kwargs={"a": shared.sin(), "b": shared.cos()})
+        return outer.grad
+
+    first, last = run_ranks(2, work)
+    torch.testing.assert_close(first + last, own.grad, rtol=1e-10, atol=1e-12)
+    for mine, theirs in zip(nn.ModuleList(stages).parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run_processes
-from split_parts import VOCAB, Plain
+from split_parts import HIDDEN, VOCAB, Plain
 from tiny_model import cross_entropy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
-from seq1f1b.engine.pipeline import places_of
+from seq1f1b.engine.pipeline import check_places, places_of
 from seq1f1b.testing import run_ranks
 
 TOKENS = torch.arange(32).view(4, 8) % VOCAB
@@ -77,6 +82,24 @@ def test_stages_that_are_no_whole_model(name: str) -> None:
     run_ranks(2, run)
 
 
+SOUND: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
+    "one each": (lambda: stages(2), {}),
+    "two in one module": (lambda: [joined(stages(4)[:2]), joined(stages(4)[2:])], {}),
+    "beside others": (lambda: [joined([stages(1)[0], nn.Identity()]), nn.Identity()], {}),
+    "interleaved": (lambda: [stages(4)[::2], stages(4)[1::2]], {"schedule": "seq1f1b-interleaved"}),
+    "V": (lambda: [[stages(4)[0], stages(4)[3]], stages(4)[1:3]], {"schedule": "seq-zbv"}),
+    "say nothing": (lambda: [nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)], {}),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_stages_that_are_a_whole_model(name: str) -> None:
+    make, options = SOUND[name]
+    given = make()
+    losses = run_ranks(2, lambda group: engine_of(given[group.rank], group, **options).step(TOKENS, target=TARGET))
+    assert len(losses[0] + losses[1]) == 2
+
+
 @pytest.mark.parametrize("place", [3, (1,), (2, 2), (-1, 2), ("0", 2)])
 def test_an_attribute_that_is_something_else(place: Any) -> None:
     module = nn.Linear(2, 2)
@@ -85,14 +108,47 @@ def test_an_attribute_that_is_something_else(place: Any) -> None:
         places_of([(0, module)])
 
 
+def test_a_user_may_say_it() -> None:
+    first, last = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+    first.pipeline_place, last.pipeline_place = (0, 2), (1, 2)
+    places = places_of([(0, nn.Sequential(first)), (1, last)])
+    check_places([places[:1], places[1:]], [0, 1])
+    with pytest.raises(ValueError, match=r"stage 1 of 2 as stage 0"):
+        check_places([[(0, 1, 2)], [(1, 0, 2)]], [0, 1])
+
+
 # -- processes meet when the engine is made ----------------------------------------------------------------------------
 
 
-def _processes(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match=r"has 2 stages, and was given stage 0 of 3 .*, stage 1 of 3"):
-        engine_of(stages(3)[rank])
-    engine_of(stages(2)[rank]).close()
+def _processes(rank: int, world: int, wrap: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica")) if world == 4 else None
+    group = None if mesh is None else mesh.get_group("stage")
+    index = rank if mesh is None else mesh.get_local_rank("stage")
+    for count in (3, 2):
+        stage: Any = stages(count)[index]
+        if wrap == "ddp":
+            assert mesh is not None
+            stage = DistributedDataParallel(stage, process_group=mesh.get_group("replica"))
+        elif wrap == "fsdp":
+            assert mesh is not None
+            fully_shard(stage, mesh=mesh["replica"])
+        elif wrap == "torch":
+            stage = PipelineStage(stage, index, 2, torch.device("cpu"))
+
+        def make() -> Any:
+            if wrap == "torch":
+                schedule = seq1f1b.ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2)  # noqa: B023
+                return schedule.engine
+            return engine_of(stage, group)  # noqa: B023
+
+        if count == 3:
+            with pytest.raises(ValueError, match=r"has 2 stages, and was given stage 0 of 3 .*, stage 1 of 3"):
+                make()
+        else:
+            make().close()
+        dist.barrier()
 
 
-def test_every_rank_says_so_when_the_engine_is_made() -> None:
-    run_processes(2, _processes)
+@pytest.mark.parametrize(("world", "wrap"), [(2, ""), (2, "torch"), (4, "ddp"), (4, "fsdp")])
+def test_every_rank_says_so_when_the_engine_is_made(world: int, wrap: str) -> None:
+    run_processes(world, _processes, wrap)
