@@ -144,6 +144,19 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, ki
 # -- recovery ----------------------------------------------------------------------------------------------------------
 
 
+def fail_in_eval(rank: int, pipe: Connection, kind: str) -> Any:
+    """The last rank fails in the last unit of an eval, which the first one has left well by then."""
+    made = engine(transport=kind, limits=Limits(step=3.0, first_step=3.0))
+    x = torch.ones(2, 3, 4)
+    made.step(x, target=x)
+    made.eval(x, target=x)
+    done = outcome(lambda: made.eval(x, target=x if rank < 2 else torch.ones(2, 3, 5)))
+    dist.barrier()
+    again = meet_again(made)
+    made.close()
+    return done, again
+
+
 def meet_again(made: PipelineEngine) -> list[tuple[str, str]]:
     """Steps until one goes well on every rank, or five have failed."""
     again: list[tuple[str, str]] = []
@@ -153,6 +166,15 @@ def meet_again(made: PipelineEngine) -> list[tuple[str, str]]:
         everyones = [""] * dist.get_world_size()
         dist.all_gather_object(everyones, again[-1][0])
     return again
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_ranks_meet_again_where_one_had_left_the_step_well(tmp_path: Path, kind: str) -> None:
+    """Over c10d such a rank began all its transfers anew, and no rank ever took them."""
+    results = results_of(3, tmp_path, fail_in_eval, kind)
+    assert results[2][0][0] != ""
+    for _, again in results:
+        assert again[-1][0] == "", again
 
 
 def interrupt_transfers(rank: int, pipe: Connection) -> Any:

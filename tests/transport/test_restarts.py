@@ -136,24 +136,29 @@ def test_a_start_after_others_that_failed(kind: str, failing: int) -> None:
 # -- one start ---------------------------------------------------------------------------------------------------------
 
 
-def leave_early(rank: int, pipe: Connection) -> Any:
-    """Rank 1 is gone a second before rank 0 comes."""
+def fail_early(rank: int, pipe: Connection, stays: bool) -> Any:
+    """Rank 1 fails a second before rank 0 comes, and is gone by then, or not."""
+    options: dict[str, Any] = {"num_segments": 0} if rank == 1 else {}
     if rank == 0:
         time.sleep(1.0)
-    if rank == 1:
+    if rank == 1 and not stays:
         os._exit(1)
     began = time.monotonic()
     loss = nn.functional.mse_loss
-    found = outcome(lambda: PipelineEngine(nn.Linear(4, 4), num_microbatches=2, loss_fn=loss))
+    found = outcome(lambda: PipelineEngine(nn.Linear(4, 4), num_microbatches=2, loss_fn=loss, **options))
     return found[:3], time.monotonic() - began
 
 
-def test_a_rank_that_is_gone_before_rank_0_comes() -> None:
+@pytest.mark.parametrize(
+    ("stays", "error"),
+    [(True, "rank 1 ended the pipeline's set-up: ValueError: num_segments is 0"), (False, "rank 1 is gone")],
+)
+def test_a_rank_that_fails_before_rank_0_comes(stays: bool, error: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with PipedProcesses(3, join_and_run, partial(join, store.port, 3), leave_early) as ranks:
+    with PipedProcesses(3, join_and_run, partial(join, store.port, 3), fail_early, stays) as ranks:
         for rank in (0, 2):
             (name, text, (lost, *_)), waited = ranks.result(rank)
-            assert name == "PipelineError" and lost == 1 and text.startswith("rank 1 is gone"), text
+            assert name == "PipelineError" and lost == 1 and text.startswith(error), text
             assert waited < AT_ONCE
 
 
