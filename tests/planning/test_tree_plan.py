@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_planned_training import random_lengths
 from tiny_model import Config, stage_of, whole_model
 from torch import Tensor
 
@@ -73,24 +74,13 @@ def check_row(tree: TreeShape, row: PackedRow, tokens: list[int], packs: bool) -
         assert len(part) == 1 or len(ends) - 1 not in row.parents, "nothing follows several leaves"
 
 
-def random_lengths(rng: random.Random) -> list[int]:
-    return rng.choice(
-        (
-            [1] * rng.randint(0, 20),
-            [3000, *(rng.randint(1, 30) for _ in range(rng.randint(1, 40)))],
-            [64] * rng.randint(0, 9),  # each a whole row
-            [max(1, min(4000, int(rng.lognormvariate(4.0, 1.3)))) for _ in range(rng.randint(0, 60))],
-        )
-    )
-
-
 @pytest.mark.parametrize("packs", [True, False])
 def test_every_token_is_in_one_segment_and_units_follow_their_nodes(packs: bool) -> None:
     """Documents, trees, and both."""
     rng, shared = random.Random(0), 0
     for case in range(100):
         trees = [random_tree(rng, rng.randint(1, 25)) for _ in range(rng.randint(0, 4))] if case % 4 == 0 else []
-        documents = random_lengths(rng) or [7]
+        documents = random_lengths(rng)
         most = rng.choice((None, 64, 512))
         plan = plan_step([*documents, *trees], cost_of(rng.randint(1, 4)), siblings=packs, unit_tokens=most)
         assert sorted(itertools.chain(*plan.rows)) == list(range(len(documents) + len(trees)))
