@@ -16,15 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import tree_leaves
 
 from seq1f1b.adapters.chain_trace import RefusedCode
-from seq1f1b.checks.by_values import Look, Sample, choose_sizes, tokens_of
-from seq1f1b.checks.watch import sizes_of
+from seq1f1b.checks.by_values import Look, sample_of
 from seq1f1b.engine.findings import STATE
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
-from seq1f1b.nested import distance, norm, tensors_of
+from seq1f1b.nested import distance, norm
 
 __all__ = ["Composite", "compare"]
 
@@ -32,7 +31,7 @@ _BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
 _TRAINING, _AUTOCAST = "training mode", "evaluation mode under autocast"
 _MODES = (_TRAINING, "evaluation mode without gradients", _AUTOCAST)
 _ROUNDINGS = 8  # tolerance for sums in another order, in units in the last place
-_Run: TypeAlias = "tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]"
+_Run: TypeAlias = "tuple[dict[str, Any], dict[str, Tensor]]"
 
 
 class Composite(RefusedCode):
@@ -58,7 +57,6 @@ def compare(
     Args:
         graph: graph of the model, without the arguments of a loss, which stages do not take.
         handed_on: names of the values that each stage hands on.
-        sample: the argument of :func:`seq1f1b.split`.
     """
     whose, known = type(model).__name__, [node for node in graph.nodes if node.op == "placeholder"]
     arguments = _token_ids(model, graph) if sample is None else _bound(model, sample)
@@ -88,10 +86,9 @@ def compare(
         difference = _difference(whole, stages)
         if difference:
             raise RefusedCode(
-                f"the stages of {whose} do not compute what it does, on {where}: {difference}. Outside of its "
-                "blocks, forward does what a trace does not record: it asks for a mode or a value that changes, runs "
-                "under a context as torch.no_grad, swaps a function, changes a buffer, or stops gradients. Move that "
-                "into a block"
+                f"the stages of {whose} do not compute what it does, on {where}: {difference}. Outside of its blocks, "
+                "forward does what a trace does not record, such as a context or a mode, or stages share a buffer that "
+                "one changes. Move that into a block, with buffers of its own"
             )
     if why:
         warnings.warn(
@@ -108,10 +105,7 @@ def _bound(model: nn.Module, sample: Any) -> dict[str, Any]:
         named = sample if isinstance(sample, Mapping) else {}
         bound = inspect.signature(type(model).forward).bind(model, *positional, **named)
     except TypeError as error:
-        raise ValueError(
-            f"sample does not fit forward of {type(model).__name__}: {error}. Give its argument, a tuple of them, or a "
-            "dict by name"
-        ) from None
+        raise ValueError(f"sample does not fit forward of {type(model).__name__}: {error}") from None
     return dict(list(bound.arguments.items())[1:])
 
 
@@ -140,10 +134,8 @@ def _run(
 ) -> _Run:
     """Runs the parts forward in a row; in training also backward, from fixed gradients. Restores all state.
 
-    Args:
-        handed_on: names of the values that each part hands on.
     Returns:
-        the leaves of the output, keyed by path; gradients, keyed by first name in the model; and buffers, by name.
+        the leaves of the output and the buffers, by name; and gradients, by first name in the model.
     """
     whose, is_training = type(model).__name__, mode == _TRAINING
     parameters = list({id(p): p for whole in (model, *parts) for p in whole.parameters() if p.is_leaf}.values())
@@ -163,20 +155,16 @@ def _run(
             module.training = is_training
         # Each stage runs in a separate process, so no stage sees what another one changes.
         apart = [attributes_of(part.modules()) for part in parts]
-        buffers = [[(name, b, b.detach().clone()) for name, b in part.named_buffers()] for part in parts]
+        starts = [[(buffer, buffer.detach().clone()) for buffer in part.buffers()] for part in parts]
         values = [value.detach() if isinstance(value, Tensor) else value for value in values]
         for index, part in enumerate(parts):
             put_back(apart[index])
-            for name, buffer, start in buffers[index]:
-                if not torch.equal(start, buffer):
-                    raise RefusedCode(
-                        f"several stages of {whose} use buffer {name}, which a stage before {index} changes: each "
-                        "would change its own. Use a module of its own in each stage, or one without statistics "
-                        "(track_running_stats=False)"
-                    )
+            for buffer, start in starts[index]:
+                buffer.data = start
             torch.set_grad_enabled(is_training)
             if mode == _MODES[1] and part is not model:
-                _check_segments(whose, SimpleNamespace(module=part, index=index, device=device), tuple(values), kwargs)
+                stage = SimpleNamespace(module=part, index=index, device=device, in_threads=False)
+                _check_segments(whose, stage, tuple(values), kwargs)
             output = part(*values, **kwargs)
             values = output if isinstance(output, tuple) else (output,)
             for name, value in zip(handed_on[index], values, strict=False):
@@ -187,32 +175,27 @@ def _run(
                         f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
-        leaves = tree_leaves_with_path(vars(output) if is_dataclass(output) else output)
-        outputs = {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
-        tensors = {place: value for place, value in outputs.items() if isinstance(value, Tensor)}
-        trained = [(value, _seed(i, value)) for i, value in enumerate(tensors.values()) if value.requires_grad]
+        leaves = [leaf for leaf in tree_leaves(vars(output) if is_dataclass(output) else output) if leaf is not None]
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if trained:
-            torch.autograd.backward([value for value, _ in trained], [seed for _, seed in trained])
-        outputs |= {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
+            torch.autograd.backward(trained, [_seed(leaf) for leaf in trained])
+        found = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
+        found |= {f"buffer {n}": b for part in parts for n, b in part.named_buffers(remove_duplicate=False)}
+        found = {n: _kept(value) if isinstance(value, Tensor) else value for n, value in found.items()}
         gradients: dict[str, Tensor] = {}
         for p in (p for p in parameters if p.grad is not None):
             name = names[id(p)]
             gradients[name] = gradients[name] + p.grad if name in gradients else p.grad  # copies of one parameter
-        found = {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
-        return outputs, gradients, found
+        return found, gradients
 
 
 def _check_segments(whose: str, stage: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError if code around a stage's blocks begins anew in every segment, as a count of tokens does."""
-    values, tokens = (args, dict(kwargs)), args[0] if args else None
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2 or (length := tokens.shape[1]) < 2:
+    tokens = args[0] if args else None
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return
-    dims = [dim for tensor in tensors_of(values) if (dim := tokens_of(tensor, 1, length)) is not None]
-    if len(dims) < len(tensors_of(values)):
-        return
-    sample = Sample(values, dims, choose_sizes(length, sizes_of([stage.module])))
-    found = Look(stage, sample, shares_generators=False).findings()
-    for finding in found or ():
+    sample = sample_of((args, dict(kwargs)), 1, tokens.shape[1], tokens.shape[1], [stage.module])
+    for finding in (Look(stage, sample).findings() if sample is not None else None) or ():
         if finding.cause == STATE and ", itself (" in finding.place:  # in a block, the first step tells
             raise RefusedCode(f"{whose} would compute other values in segments: {finding}")
 
@@ -220,10 +203,13 @@ def _check_segments(whose: str, stage: Any, args: tuple[Any, ...], kwargs: Mappi
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _seed(index: int, output: Tensor) -> Tensor:
-    """Returns a gradient for an output: fixed values that look random."""
-    generator = torch.Generator("cpu").manual_seed(index)
-    return torch.randn(output.shape, dtype=torch.float64, generator=generator, device="cpu").to(output)
+def _seed(output: Tensor) -> Tensor:
+    """Returns a gradient for an output: fixed values without a pattern."""
+    return torch.arange(output.numel(), dtype=torch.float64, device="cpu").square().cos().view(output.shape).to(output)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _difference(whole: _Run, stages: _Run) -> str:
@@ -231,15 +217,13 @@ def _difference(whole: _Run, stages: _Run) -> str:
 
     Floating values may differ by rounding, in proportion to their norm; gradients also to the typical gradient's.
     """
-    (outputs, gradients, buffers), (others, other_gradients, other_buffers) = whole, stages
-    if len(outputs) != len(others):
-        return f"the model returns {len(outputs)} values, the last stage {len(others)}"
-    real = [value for value in outputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    (values, gradients), (others, other_gradients) = whole, stages
+    real = [value for value in values.values() if isinstance(value, Tensor) and value.is_floating_point()]
     bound = _ROUNDINGS * max((torch.finfo(value.dtype).eps for value in real), default=2**-24)
     sizes = [size for gradient in gradients.values() if math.isfinite(size := norm(gradient))]
     typical = math.sqrt(sum(size**2 for size in sizes) / max(1, len(sizes)))
-    pairs = [(name, a, b, 0.0) for (name, a), b in zip(outputs.items(), others.values(), strict=True)]
-    pairs += [(f"buffer {n}", buffers[n], b, 0.0) for n, b in other_buffers.items() if n in buffers]
+    names = [name for name in values if name in others or name.startswith("output")]
+    pairs = [(name, values[name], others.get(name), 0.0) for name in names]
     for name in dict.fromkeys((*gradients, *other_gradients)):
         zero = torch.zeros_like(gradients[name] if name in gradients else other_gradients[name])
         here = gradients.get(name, zero), other_gradients.get(name, zero)
@@ -251,7 +235,7 @@ def _off(value: Any, found: Any, bound: float, typical: float) -> str:
     """Returns how a value differs from the model's; "" within ``bound`` times norm plus ``typical``."""
     if not isinstance(value, Tensor) or not isinstance(found, Tensor):
         differs = type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found)
-        return f"is {found!r}, the model's is {value!r}" if differs else ""
+        return f"is {found!r:.80}, the model's is {value!r:.80}" if differs else ""
     for what in ("dtype", "shape", "requires_grad"):
         if getattr(value, what) != getattr(found, what):
             return f"has {what} {getattr(found, what)}, the model's has {getattr(value, what)}"

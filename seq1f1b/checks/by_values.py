@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from seq1f1b import _C
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.attention.unit import LiveUnit, current, enter
-from seq1f1b.checks.watch import Watch, sizes_of
 from seq1f1b.engine.features import Received
 from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
 from seq1f1b.engine.linear import is_plain
@@ -45,6 +44,7 @@ FEWEST = 8  # tokens that make a sample; a shorter unit's tokens are repeated
 # 4e-7 in float32 and 1.2e-2 in bfloat16.
 _LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
 _TF32 = 1e-3
+_SHARED_DROPOUTS = ("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 _MOST = 1 << 20  # elements of the largest tensor compared between modules
 _alone = threading.Lock()  # ranks in threads share modules: only one rank at a time saves and restores module state
 
@@ -83,24 +83,27 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     Tokens lie along ``seq_dim``, as in sliced keyword arguments. In another layout from an earlier stage, the only
     dimension of the segment's length holds the tokens.
     """
-    rules, seq_dim = step.batch.arg_rules, step.batch.seq_dim
-    kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
-    most = min(_TOKENS, length if length >= FEWEST else sum(step.batch.rows[unit.microbatch]))
-    is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
-    tensors = tensors_of((inputs, kwargs))
-    if not is_known or not tensors_of(inputs) or most < 2:  # a mask, for example, has no known value for other tokens
+    rules, kwargs, length = step.batch.arg_rules, dict(step.kwargs_of(unit)), step.lengths[unit.cell]
+    if not all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value)):
+        return None  # a mask, for example, has no known value for other tokens
+    most = length if length >= FEWEST else sum(step.batch.rows[unit.microbatch])
+    return sample_of((inputs, kwargs), step.batch.seq_dim, length, most, step.stage.modules)
+
+
+def sample_of(values: Any, seq_dim: int, length: int, most: int, modules: Iterable[nn.Module]) -> Sample | None:
+    """Copies up to ``most`` tokens of arguments of ``length`` tokens, for a stage of these modules."""
+    tensors, most = tensors_of(values), min(_TOKENS, most)
+    dims = [dim for tensor in tensors if (dim := _tokens_of(tensor, seq_dim, length)) is not None]
+    if not tensors_of(values[0]) or most < 2 or len(dims) < len(tensors) or dims[0] == -1:
         return None
-    dims = [dim for tensor in tensors if (dim := tokens_of(tensor, seq_dim, length)) is not None]
-    if len(dims) < len(tensors) or dims[0] == -1:
-        return None
-    sizes = choose_sizes(most, sizes_of(step.stage.modules))
+    sizes = _choose_sizes(most, modules)
     rows = tensors[0].shape[_row_of(tensors[0], dims[0])]
     pairs = enumerate(zip(tensors, dims, strict=True))
     taken = iter([_taken(tensor.detach(), dim, rows, sizes, is_first=i == 0) for i, (tensor, dim) in pairs])
-    return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
+    return Sample(mapped(values, lambda _: next(taken)), dims, sizes)
 
 
-def tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
+def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
     """Returns the token dimension of a tensor; -1: no tokens; None: several dimensions may be the tokens'."""
     if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length:
         return seq_dim
@@ -128,9 +131,9 @@ def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_fi
     return _varied(tokens, dim) if is_first else tokens
 
 
-def choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
-    """Returns the tokens of two unequal segments; if possible, both sizes and their sum are not in ``taken``."""
-    unwanted = taken | {_ROWS}
+def _choose_sizes(most: int, modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Returns the tokens of two unequal segments; if possible, no weight has a dimension of such a size or the sum."""
+    unwanted = {size for module in modules for p in module.parameters() for size in p.shape} | {_ROWS}
     for length in range(most, max(2, most // 2), -1):
         for size in range(length // 2 + 1, length - 1):
             if not {length, size, length - size} & unwanted:
@@ -147,6 +150,51 @@ def _varied(tokens: Tensor, dim: int) -> Tensor:
     if tokens.is_floating_point():
         return tokens + torch.cos(numbers * 1.7).to(tokens.dtype) * (0.1 + tokens.abs())
     return numbers.to(tokens.dtype) % (tokens + 1) if bool((tokens > 0).all()) else tokens
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+
+class _Watch(ComparableRun):
+    """A comparable run of a stage, with notes on the stage's calls. Tokens are recognized by the size of a dimension.
+
+    Args:
+        lengths: numbers of tokens in the calls, of segments and of all segments so far.
+    Attributes:
+        noted: calls of this package: "attends" for causal_attention, "carries" for carry_in and carry_out.
+        foreign: the last attention of tokens to tokens by code other than this package's, in words; "" if none.
+        dropout: name of a called dropout with one random number for all tokens; "" if none.
+        eps: eps of the narrowest dtype of a result.
+    """
+
+    def __init__(self, lengths: Collection[int]) -> None:
+        super().__init__(None)
+        self._lengths = lengths
+        self.noted: set[str] = set()
+        self.foreign = self.dropout = ""
+        self.eps = torch.finfo(torch.float64).eps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.eps = max([self.eps, *map(_eps, tensors_of(result))])
+        with suppress(Exception):  # a call may have an unknown form, and a check must not end a correct step
+            self._note(func, [*args, *(kwargs or {}).values()])
+        return result
+
+    def _note(self, func: Any, given: Sequence[Tensor]) -> None:
+        name = func.__name__.partition(".")[0].strip("_")
+        if name in ("softmax", "log_softmax"):
+            if self._tokens_in(given[0].shape) > 1:
+                self.foreign = f"takes a {name} over scores of tokens by tokens"
+        elif ("attention" in name or "flash_attn" in name) and getattr(func, "namespace", "") != "seq1f1b":
+            if "varlen" in name or all(self._tokens_in(tensor.shape) for tensor in given[:2]):
+                self.foreign = f"calls {name}"
+        elif name in _SHARED_DROPOUTS and self._tokens_in(given[0].shape[2:]):
+            self.dropout = name
+
+    def _tokens_in(self, shape: Sequence[int]) -> int:
+        """Returns the number of dimensions that hold tokens."""
+        return sum(size in self._lengths for size in shape)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -214,61 +262,57 @@ class Look:
     """Runs of one stage outside the pipeline.
 
     Args:
-        stage: holder of the module, index and device.
-        shares_generators: whether other threads draw from the generators too; a look then leaves them unrestored.
+        stage: the stage, or an object with the attributes that are read here.
     """
 
-    def __init__(self, stage: Any, sample: Sample, *, shares_generators: bool) -> None:
+    def __init__(self, stage: Any, sample: Sample) -> None:
         module = stage.module
         self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
         self._modules = [self._module] if isinstance(self._module, nn.Module) else []
         self._parts = dict.fromkeys(part for module in self._modules for part in module.modules())
-        self._stage, self._sample, self._shares = stage, sample, shares_generators
-        self._sizes = sizes_of(self._modules)
+        self._stage, self._sample = stage, sample
         named = ((part, part.named_parameters(recurse=False)) for part in self._parts)
         self._zero = [part for part, own in named if any(_is_zero(name, p) for name, p in own)]
-        self._watches: list[Watch] = []  # for all segments
+        self._watch = _Watch({*sample.sizes, sum(sample.sizes)})
 
     def findings(self) -> list[Finding] | None:
         """Returns the findings; None if the stage cannot run alone, for example because it draws random numbers."""
-        sizes, place = self._sample.sizes, f"stage {self._stage.index}"
+        sizes, found = self._sample.sizes, list[Finding]()
         try:
             first, second = self._run(sizes)
             (whole,) = self._run((sum(sizes),))
             with torch._C.DisableTorchFunction():  # a verification's mode counts the stage's operations, not ours
-                found = list(_differences(whole, first, second, sizes, self._least()))
-                told = any(self._tells(event) for event, _, _ in found)
+                differences = list(_differences(whole, first, second, sizes, self._least()))
+                if any(self._tells(event) for event, _, _ in differences):
+                    found.append(self._explained(*differences[0]))
         except Exception:  # for example from a stage that takes a fixed number of tokens
             return None
-        dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
-        shared = [
-            Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts
-        ]
-        return [*([self._explained(*found[0])] if told else []), *shared]
+        if self._watch.dropout:
+            what = f"calls {self._watch.dropout}, which draws one number for all tokens"
+            found.append(Finding(RANDOMNESS, f"stage {self._stage.index}", what))
+        return found
 
     def _run(self, sizes: Sequence[int]) -> list[_Values]:
         """Returns each segment's tensors to compare. Raises RuntimeError if the stage has drawn random numbers."""
         result = list[_Values]()
 
         def run(unit: LiveUnit) -> None:
-            begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
-            watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
-            self._watches.append(watch)
-            args, kwargs = self._sample.arguments(begin, length)
+            unit.watch = self._watch
+            args, kwargs = self._sample.arguments(sum(sizes[: unit.segment]), sizes[unit.segment])
             values: _Values = {}
             # State that the module itself keeps between segments has no gradient and belongs to no micro-batch.
             kept = keep_state(self._modules, None, parameters=False, gradients=False)
-            with _alone, kept, _noted(self._parts, unit, values), watch:
+            with _alone, kept, _noted(self._parts, unit, values), self._watch:
                 output = self._module(*args, **kwargs)
             result.append({**values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
 
         state = RandomState(self._stage.device)
         try:
-            with torch.no_grad(), ComparableRun(None):
+            with torch.no_grad():
                 _run_segments(run, sizes, self._stage.device)
         finally:
             draws = not state.is_current()
-            if draws and not self._shares:
+            if draws and not (self._stage.in_threads and self._stage.num_stages > 1):  # threads share generators
                 state.restore()
         if draws:
             raise RuntimeError("no two runs are alike")
@@ -277,9 +321,7 @@ class Look:
     def _least(self) -> float:
         """Returns the smallest relative difference of a token that counts."""
         given = [*tensors_of(self._sample.values), *(p for module in self._modules for p in module.parameters())]
-        dtypes = {t.dtype for t in given if t.is_floating_point() and t.dtype.itemsize > 1}
-        eps = max([torch.finfo(dtype).eps for dtype in dtypes or {torch.float32}])
-        eps = max([eps, *(watch.eps for watch in self._watches)])
+        eps = max([self._watch.eps, *map(_eps, given)])
         is_exact = self._stage.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         if eps > 1e-10 and not is_exact:
             eps = max(eps, _TF32)
@@ -290,7 +332,7 @@ class Look:
         # Zero weights, as of projections before their first step, hide a difference from the output.
         _, module, kind, _ = event
         if kind == "out":  # a zero parameter may scale the results of the children; carried state may correct these
-            carries = any("carries" in watch.noted for watch in self._watches)
+            carries = "carries" in self._watch.noted
             return not carries and any(module == id(child) for part in self._zero for child in part.children())
         return event == _OUTPUT or any(module == id(part) for part in self._zero)
 
@@ -301,23 +343,26 @@ class Look:
             if id(part) == maker or (not maker and part is self._module):
                 place += f", {name.removeprefix('_orig_mod').lstrip('.') or 'itself'} ({type(part).__name__})"
                 break
-        foreign = [watch.foreign for watch in self._watches if watch.foreign]
-        if foreign and not any("attends" in watch.noted for watch in self._watches):
-            return Finding(ATTENTION, place, f"differs by {error:.2g} of a token's norm, and the stage {foreign[0]}")
-        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
-        return Finding(STATE if is_causal else STATISTICS, place, what)
+        if self._watch.foreign and "attends" not in self._watch.noted:  # each segment would only see itself
+            what = f"differs by {error:.2g} of a token's norm, and the stage {self._watch.foreign}"
+            return Finding(ATTENTION, place, what)
+        cause, what = STATE, "begins anew in every segment"
+        if not is_causal:
+            cause = STATISTICS
+            what = "gives a token another value where later tokens are in its segment, or where the segment is longer"
+        return Finding(cause, place, f"{what}: a token differs by {error:.2g} of its norm")
 
 
-_ANEW = "begins anew in every segment"
-_LATER = "gives a token another value where later tokens are in its segment, or where the segment is longer"
+def _eps(tensor: Tensor) -> float:
+    is_usual = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    return torch.finfo(tensor.dtype).eps if is_usual else 0.0
 
 
 def _is_zero(name: str, parameter: Tensor) -> bool:
     is_floating = is_plain(parameter) and parameter.is_floating_point()
     if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
         return False
-    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # enough for most parameters
-    return not bool(first.any()) and not bool(parameter.any())
+    return not bool(parameter.any())
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -326,12 +371,9 @@ def _is_zero(name: str, parameter: Tensor) -> bool:
 def _differences(
     whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
 ) -> Iterator[tuple[Event, bool, float]]:
-    """Yields the events that differ between runs in one and in two segments, in order.
+    """Yields the events that differ by more than rounding allows between runs in one and in two segments, in order.
 
-    Args:
-        allowed: largest error of a token by rounding alone, relative to the token's norm.
-    Returns:
-        each event, whether the first segment agrees with the whole, and the largest error of a token.
+    With each come whether the first segment agrees with the whole, and the largest error relative to a token's norm.
     """
     for event in (event for event in whole if event in first and event in second):
         found = list[Tensor]()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from split_parts import HEADS, HIDDEN, VOCAB, WIDTH, Base, Block, Mlp, heads
+from split_parts import HIDDEN, VOCAB, WIDTH, Base, Block, Mlp, heads
 from torch import Tensor, nn
 
 import seq1f1b
@@ -15,20 +15,18 @@ import seq1f1b
 # -- constants, buffers, dtypes ----------------------------------------------------------------------------------------
 
 
-class Constants(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) * torch.tensor(8.0).sqrt() + torch.ones(HIDDEN)
-        return self.head(self.norm(self.run(x)) * torch.arange(HIDDEN) / math.sqrt(HIDDEN))
-
-
 class Buffers(Base):
+    """Buffers of both kinds, and constants."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("gain", torch.linspace(0.5, 1.5, HIDDEN))
         self.register_buffer("shift", torch.linspace(-1, 1, HIDDEN), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) * self.gain + self.shift)) * self.gain)
+        x = self.words(tokens) * torch.tensor(8.0).sqrt() + torch.ones(HIDDEN)
+        gain = self.gain * torch.arange(HIDDEN) / math.sqrt(HIDDEN)
+        return self.head(self.norm(self.run(x * self.gain + self.shift)) * gain)
 
 
 class RunningBlock(Mlp):
@@ -40,24 +38,6 @@ class RunningBlock(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.stats(x.transpose(1, 2)).transpose(1, 2))
-
-
-class GainBlock(Mlp):
-    """Has a plain tensor, which is no buffer."""
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__()
-        self.gain = torch.full((HIDDEN,), 1.0 + index, dtype=torch.float64)
-
-
-class GainsOfBlocks(Base):
-    def __init__(self) -> None:
-        super().__init__(GainBlock)
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * block.gain
-        return x
 
 
 def freeze(model: Any) -> None:
@@ -97,16 +77,6 @@ class CarriedSum(Base):
         return self.head(self.norm(self.run(x + 0.1 * total)))
 
 
-class ByIndex(Base):
-    def run(self, x: Tensor) -> Tensor:
-        kept = x
-        for i, block in enumerate(self.blocks):
-            x = block(x) * (1 + 0.1 * i)
-            if i % 2:
-                x, kept = x + kept, x
-        return x
-
-
 class AsksForType(Base):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
@@ -119,14 +89,6 @@ class SizesBehind(Base):
     def forward(self, tokens: Tensor) -> Tensor:
         batch, length = tokens.shape
         return self.head(self.norm(self.run(self.words(tokens)))).view(batch, length, VOCAB)
-
-
-class SizesBefore(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        batch, length = tokens.shape
-        x = self.words(tokens.reshape(-1)).view(batch, length, HIDDEN)
-        x = self.norm(self.run(x))
-        return self.head(x.reshape(-1, x.size(-1))).unflatten(0, (x.size(0), -1))
 
 
 # -- decoders as people write them -------------------------------------------------------------------------------------
@@ -231,35 +193,6 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-class T5Block(nn.Module):
-    """The first block makes the position bias of all; each hands it on. For whole sequences alone."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.bias = nn.Embedding(8, HEADS) if index == 0 else None
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.bias is not None:
-            places = torch.arange(x.shape[1])
-            distance = places[:, None] - places
-            bias = self.bias(distance.clamp(0, 7)).permute(2, 0, 1)
-            bias = bias.masked_fill(distance < 0, -math.inf)
-        q, k, v = map(heads, self.qkv(self.norm(x)).chunk(3, -1))
-        return x + self.out(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)), bias
-
-
-class T5Decoder(Base):
-    def __init__(self) -> None:
-        super().__init__(T5Block)
-
-    def run(self, x: Tensor) -> Tensor:
-        bias = None
-        for block in self.blocks:
-            x, bias = block(x, bias)
-        return x
-
-
 class UNet(Base):
     """Outputs of the first half are added in the second half, in reverse."""
 
@@ -276,24 +209,3 @@ class UNet(Base):
             if i < 3:
                 kept.append(x)
         return x
-
-
-class Vision(nn.Module):
-    """Patches of an image and a class token, which alone goes to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(3, HIDDEN, 4, stride=4), nn.Parameter(torch.randn(1, 1, HIDDEN))
-        self.places, self.blocks = nn.Parameter(torch.randn(1, 10, HIDDEN)), nn.ModuleList(Mlp() for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x[:, 0]))
-
-
-def images() -> Tensor:
-    return torch.linspace(-1, 1, 2 * 3 * 12 * 12).sin().view(2, 3, 12, 12).double()

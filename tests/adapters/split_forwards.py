@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from split_parts import HIDDEN, VOCAB, Base, Block, Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,14 +43,6 @@ class SharedNorm(Base):
         return self.head(self.norm(self.run(self.norm(self.words(tokens)))))
 
 
-class Albert(Base):
-    """One block is run four times: a list that holds it as often."""
-
-    def __init__(self) -> None:
-        super().__init__(Mlp)
-        self.blocks = nn.ModuleList([self.blocks[0]] * 4)
-
-
 class OneBlockInARange(Base):
     """One block is run four times by a loop; each stage runs its part of it."""
 
@@ -63,12 +54,6 @@ class OneBlockInARange(Base):
         for block in self.blocks:
             x = block(self.blocks[0](x))
         return self.head(x + self.norm(x))
-
-
-class TiedInForward(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.run(self.words(tokens)))
-        return self.head(x) + F.linear(x, self.words.weight)
 
 
 def share_statistics(model: Any) -> None:
@@ -127,10 +112,6 @@ def patch_block(model: Any) -> None:
     block.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, block)
 
 
-def patch_method(model: Any) -> None:
-    model.run = types.MethodType(lambda self, x: Base.run(self, x * 2), model)
-
-
 # -- nested ------------------------------------------------------------------------------------------------------------
 
 
@@ -147,17 +128,6 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.inner(tokens).tanh() + self.bias
-
-
-class Dictionary(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({f"b{i}": block for i, block in enumerate(self.blocks)})
-
-    def run(self, x: Tensor) -> Tensor:
-        for name, block in self.blocks.items():
-            x = block(x) + len(name)
-        return x
 
 
 # -- arguments and outputs ---------------------------------------------------------------------------------------------
@@ -191,33 +161,10 @@ class Pairs(Base):
         return x + left
 
 
-class DictBlock(Mlp):
-    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"x": super().forward(state["x"]), "first": state["first"]}
-
-
-class Dicts(Base):
-    def __init__(self) -> None:
-        super().__init__(DictBlock)
-
-    def run(self, x: Tensor) -> Tensor:
-        state = {"x": x, "first": x}
-        for block in self.blocks:
-            state = block(state)
-        return state["x"] + state["first"]
-
-
 class ReturnsDict(Base):
     def forward(self, tokens: Tensor) -> Any:
         hidden = self.run(self.words(tokens))
         return {"logits": self.head(self.norm(hidden)), "hidden": hidden}
-
-
-class ReturnsTuple(Base):
-    def forward(self, tokens: Tensor) -> Any:
-        first = self.words(tokens)
-        hidden = self.run(first)
-        return self.head(self.norm(hidden)), (hidden, first)
 
 
 @dataclass
@@ -230,20 +177,6 @@ class ReturnsDataclass(Base):
     def forward(self, tokens: Tensor) -> Any:
         hidden = self.run(self.words(tokens))
         return Output(self.head(self.norm(hidden)), hidden=hidden)
-
-
-class LogitsOrBoth(Base):
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
-        logits = super().forward(idx)
-        return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-
-
-class WeighedLoss(Base):
-    def forward(self, idx: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Any:
-        logits = super().forward(idx)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weight)
 
 
 class StateBlock(Mlp):

@@ -1,4 +1,4 @@
-"""Is a difference between stages and their model named, and what sample are they compared with?"""
+"""With what sample are stages compared with their model?"""
 
 from __future__ import annotations
 
@@ -11,34 +11,6 @@ from split_parts import HIDDEN, VOCAB, Plain, model_of
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.adapters import chain_compare
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda run: run[0].update(output=run[0]["output"] + 1e-3), "output is off by"),
-        (lambda run: run[0].update(output=run[0]["output"].double()), "output has dtype torch.float64"),
-        (lambda run: run[0].update(output=run[0]["output"].detach()), "output has requires_grad False"),
-        (lambda run: run[1]["blocks.2.bias"].mul_(1.001), "the gradient of blocks.2.bias is off by 1.0e-03"),
-        (lambda run: run[1].pop("head.weight"), r"the gradient of head.weight is off by 1.0e\+00"),
-    ],
-)
-def test_a_difference_is_named(change: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = chain_compare._run
-
-    def changed(model: Any, parts: Any, *given: Any) -> Any:
-        found = run(model, parts, *given)
-        if len(parts) > 1:
-            change(found)
-        return found
-
-    monkeypatch.setattr(chain_compare, "_run", changed)
-    with pytest.raises(ValueError, match=text):
-        seq1f1b.split(Plain(), 2)
-
-
-# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def of_numbers(self: Any, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:

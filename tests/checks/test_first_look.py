@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mixers import (
     ALSO_RIGHT,
     ALSO_WRONG,
-    ATTENTION,
-    HEADS,
     HIDDEN,
     LATER,
     LENGTH,
@@ -25,12 +22,10 @@ from mixers import (
     Mixer,
     Net,
     attention,
-    attention_by_hand,
     beside,
     cross_entropy,
     told_by,
     torchs_attention,
-    within_a_token,
 )
 from processes import run_processes
 from test_verify import Stateful
@@ -232,15 +227,6 @@ def test_three_forwards_of_few_tokens_and_no_copy_of_a_parameter():
     assert len(Counting.calls) == 16 + 8 + 3  # another mode may
 
 
-def test_a_router_is_no_attention(looks):
-    """As many experts as a segment has tokens: scores of tokens by tokens, to look at them."""
-
-    def routed(self: Any, x: Tensor) -> Tensor:
-        return x * x[..., :10].softmax(-1).max(-1, keepdim=True).values
-
-    assert told(Net(Mixer(routed))) == [] and looks == [[]]
-
-
 def test_it_is_off_by_an_option(looks):
     for mix in (beside(ALSO_WRONG["maximum"][0]), torchs_attention):
         assert told(Net(Mixer(mix)), attention="unchecked") == [] and looks == []
@@ -261,19 +247,6 @@ class OfOneLength(Net):
         if x.shape[1] != LENGTH // SEGMENTS:
             raise ValueError("10 tokens only")
         return super().forward(x, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Drawing, OfOneLength])
-def test_a_stage_that_cannot_run_alone_is_asked_for_its_attention_only(kind, looks):
-    for mix in (attention, beside(torchs_attention), beside(ALSO_WRONG["maximum"][0]), within_a_token):
-        engine = engine_of(kind(Mixer(mix)))
-        assert told_by(lambda engine=engine: engine.step(batch()[0], target=batch()[1])) == []
-        assert engine.report().look_seconds == 0.0
-    for mix in (torchs_attention, attention_by_hand):
-        with pytest.raises(ValueError, match=r'attention not in segments: stage 0 .*pass attention="any"'):
-            told(kind(Mixer(mix)))
-        assert [text.partition(":")[0] for text in told(kind(Mixer(mix)), attention="any")] == [ATTENTION]
-    assert set(map(str, looks)) == {"None"}
 
 
 def not_compared(engine: PipelineEngine) -> Told:
@@ -298,23 +271,14 @@ def not_compared(engine: PipelineEngine) -> Told:
 def test_what_is_not_looked_at_is_said_once(kind, options, why):
     texts = not_compared(engine_of(kind(Mixer(ALSO_RIGHT["plain"])), **options))
     assert len(texts) == bool(why)
-    assert all(re.fullmatch(f"stage 0 was not compared .*, but for calls of attention, .* {why}: .*", t) for t in texts)
+    assert all(re.fullmatch(f"stage 0 was not compared in segments .* {why}: .*", text) for text in texts)
 
 
-@pytest.mark.parametrize("rule", ["replicate", "callable"])
-@pytest.mark.parametrize("length", [10, HIDDEN, WIDTH])
-def test_arguments_that_nobody_can_cut(rule, length, looks):
-    """A memory of as many rows as a segment has tokens, to which all attend, is none of the segment's."""
-
-    def remembers(self: Any, x: Tensor, memory: Tensor) -> Tensor:
-        q, k = self.heads(x)[0], memory.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-        return self.join(F.scaled_dot_product_attention(q, k, k) + (q @ k.mT).softmax(-1) @ k)
-
-    memory = torch.ones(2, length, HIDDEN)
-    rules = {"memory": "replicate" if rule == "replicate" else lambda unit: memory}
-    kwargs = {"memory": memory} if rule == "replicate" else None
-    assert told(Net(Mixer(remembers)), rows=4, length=SEGMENTS * length, kwargs=kwargs, arg_rules=rules) == []
-    assert looks == []
+@pytest.mark.parametrize("kind", [Drawing, OfOneLength])
+def test_a_stage_that_cannot_run_alone_is_not_judged(kind, looks):
+    engine = engine_of(kind(Mixer(torchs_attention)))
+    assert told_by(lambda: engine.step(batch()[0], target=batch()[1])) == [] and looks == [None]
+    assert engine.report().look_seconds == 0.0
 
 
 calls: list[int] = []
@@ -332,11 +296,6 @@ def replicas(rank: int, world: int) -> None:
     texts = [told(DistributedDataParallel(made(m))) for m in (ALSO_RIGHT["plain"], ALSO_WRONG["maximum"][0], talks)]
     assert texts[0] == [] and texts[1][0].startswith(LATER) and texts[2] == []
     assert len(calls) == 8  # as often as the units of its step: one more would wait for the other rank's
-    for mix in (attention, beside(torchs_attention), within_a_token):
-        assert told(fully_shard(Net(Mixer(mix)))) == []
-    for mix in (torchs_attention, attention_by_hand):
-        with pytest.raises(ValueError, match="attention not in segments: stage 0 "):
-            told(fully_shard(Net(Mixer(mix))))
     (text,) = not_compared(engine_of(fully_shard(Net(Mixer(attention)))))
     assert "is sharded" in text
 

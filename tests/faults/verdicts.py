@@ -365,16 +365,16 @@ def cut_at(**cut: Any) -> Callable[..., Stages]:
 def to_be_cut() -> Named:
     """Those that are not trained in segments are compared whole, by every number that they return."""
     import split_models
+    import split_parts
 
     for name, case in split_models.CASES.items():
-        sample = {"sample": case.inputs()} if case.needs_sample else {}
         options = {
             "loss_fn": of_first if case.engine else from_fixed,
             "arg_rules": dict.fromkeys(case.kwargs(), "slice"),
         }
         yield name, Model(
-            partial(split_models.build, name), cut_at(**case.cut, **sample), has_whole=True, dtype=None, says=case.says,
-            batch=lambda case=case: (case.inputs()[0], seq1f1b.shift_labels(tokens_of(2, 12, 29)[0])),
+            partial(split_models.build, name), cut_at(**case.cut), has_whole=True, dtype=None, says=case.says,
+            batch=lambda: (split_parts.tokens(), seq1f1b.shift_labels(tokens_of(2, 12, 29)[0])),
             options=lambda options=options: options, kwargs=lambda case=case: case.kwargs() or None,
             segments=3 if case.engine else 1, microbatches=2 if case.engine else 1,
         )  # fmt: skip
@@ -395,8 +395,6 @@ def refused_by_split() -> Named:
     for name, (make, says) in told.TOLD_BY_VALUES.items():
         sample = {"sample": torch.arange(10).view(2, 5)} if make is told.remembering else {}
         yield name, made(make, says, cut=cut_at(at=["blocks.2"], **sample))
-    for name, forward in told.NOT_REFUSED.items():
-        yield name, made(partial(told.model_of, forward, rng=torch.Generator()))
     for name, (*_, change) in told.READS.items():
         yield f"{name}, changed later", made(partial(told.reading, name), change=change)
 

@@ -544,10 +544,6 @@ ALSO_RIGHT: dict[str, Mix] = {
     "flat tokens": lambda m, x: m.proj(x.reshape(-1, HIDDEN)).view_as(x),
     "tokens first": lambda m, x: m.proj(x.transpose(0, 1)).transpose(0, 1).contiguous(),
     "a loss over tokens": lambda m, x: (seq1f1b.add_loss(x.square().mean()), x)[1],
-    "norm over features": lambda m, x: F.layer_norm(x, x.shape[2:]),
-    "first rows of a weight": lambda m, x: F.linear(x, m.qkv.weight[:HIDDEN]),
-    "dropout beside attention": lambda m, x: m.dropout(m.proj(x)),
-    "attention in attention": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5)),
 }  # fmt: skip
 
 

@@ -22,18 +22,15 @@ class Case:
     Attributes:
         cut: arguments of split; two stages, if it says nothing.
         says: what the refusal says; "": the model is cut.
-        inputs: positional arguments of forward; kwargs: keyword arguments of every stage.
+        kwargs: keyword arguments of every stage.
         engine: whether it also trains in segments on two or three ranks.
-        needs_sample: whether split cannot find arguments for its own comparison.
     """
 
     make: Callable[[], nn.Module]
     cut: dict[str, Any] = field(default_factory=lambda: {"num_stages": 2})
     says: str = ""
-    inputs: Callable[[], tuple[Any, ...]] = lambda: (tokens(),)
     kwargs: Callable[[], dict[str, Any]] = dict
     engine: bool = False
-    needs_sample: bool = False
 
 
 def tokens() -> Tensor:
