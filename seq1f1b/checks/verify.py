@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.checks.verify_model import WholeModel
-from seq1f1b.checks.verify_runs import Pass, Session, WholeModelError, names_of, refuse
+from seq1f1b.checks.verify_runs import Pass, Session, WholeModelError, names_of, odd_kind, refuse
 from seq1f1b.engine.batch import StepArguments
-from seq1f1b.engine.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
+from seq1f1b.engine.findings import RANDOMNESS, STATE, WEIGHTING
 from seq1f1b.engine.lone import LoneEngine
 from seq1f1b.engine.options import Loss
 from seq1f1b.engine.replicas import data_parallel
@@ -103,12 +103,7 @@ _MOST_STEPS = 16  # five runs, and the meetings of ranks before and between them
 
 
 def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any = None) -> Verification:
-    """Runs ``engine.verify``.
-
-    Args:
-        dtype: dtype of the reference; None: float64 if memory allows.
-        model: the reference, on rank 0; None on all ranks: the stages in a chain are the reference.
-    """
+    """Runs ``engine.verify``, with its arguments."""
     with runner.pipeline.group.as_one(_MOST_STEPS):
         return _verify(runner, arguments, dtype, model)
 
@@ -151,28 +146,26 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
         if wide is None:
             truth = plain
-        comparison = _Comparison(runner, truth, plain, found, exact)
         differences = [] if whole is None else whole.compare_with(found)
         if where:
             differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
-        result = comparison.verdict(differences, is_compared=not where)
+        result = _compare(runner, truth, plain, found, exact, differences, is_compared=not where)
         is_random = any(cause.startswith(RANDOMNESS) for cause in result.causes)  # then no two runs are alike
         if whole is not None and not result and not where and not is_random:
             chain = session.run(whole=True, dtype=wide)
-            cut = _Comparison(runner, truth, plain, chain, None if wide is None else chain).verdict()
-            first = whole.first_difference(chain, wide, comparison.tolerance)
+            cut = _compare(runner, truth, plain, chain, None if wide is None else chain)
+            tolerance = math.sqrt(torch.finfo(_own_dtype(runner)).eps) if wide is None else _SAME
+            first = whole.first_difference(chain, wide, tolerance)
             if not cut:
                 result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
     finally:
         session.end()
-        if whole is not None:
-            whole.end()
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
     name = "the stages in a chain" if whole is None else "the model itself on rank 0"
     notes.insert(0, f"Reference: {name}, one segment, one micro-batch at a time, in {shown}.")
     if whole is not None:
         notes += whole.notes
-    return replace(result, notes=(*notes, *result.notes))
+    return replace(result, notes=tuple(notes))
 
 
 def _without_module(cut: Verification) -> str:
@@ -188,9 +181,20 @@ def _without_module(cut: Verification) -> str:
 
 
 def _first_not_finite(runner: Runner, run: Pass) -> str:
-    """Returns the first place, over all ranks, with an infinite or NaN loss or gradient; "" if all are finite."""
-    found = [place for place in runner.pipeline.group.all_gather_object(run.not_finite) if place]
-    return str(min(found)[1]) if found else ""
+    """Returns the first module with an infinite or NaN result, else the first such loss or gradient.
+
+    The result is "" if the losses and gradients of all ranks are finite. Collective.
+    """
+    losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := odd_kind(t))]
+    names = zip(names_of(runner, run), run.gradients, strict=True)
+    gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := odd_kind(t))]
+    modules = [f"{forward.place} returns {forward.odd}" for forward in run.forwards.values() if forward.odd]
+    # Backwards run from the last stage to the first and, within a stage, from the last parameter to the first.
+    first, last = min(runner.stages), max(runner.stages)
+    ways = [([0, first], modules[:1]), ([1, 0], losses[:1]), ([2, -last], gradients[-1:])]
+    mine = [[*key, text] for key, texts in ways for text in texts]
+    found = [place for places in runner.pipeline.group.all_gather_object(mine) for place in places]
+    return str(min(found)[-1]) if any(key for key, *_ in found) else ""
 
 
 # -- one module --------------------------------------------------------------------------------------------------------
@@ -268,12 +272,8 @@ def _own_dtype(runner: Runner) -> torch.dtype:
 
 
 def _fits(runner: Runner) -> bool:
-    """Returns whether free memory holds values, gradients twice and a micro-batch's activations in float64."""
-    activations = 0.0
-    if runner.last_step is not None:
-        measured = sum(stage.saved for stage in runner.activations.values())  # bytes per token
-        activations = measured * sum(runner.last_step.sizes) * 64 / torch.finfo(_own_dtype(runner)).bits
-    wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
+    """Returns whether free memory holds values, and gradients twice, in float64."""
+    wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters())
     free = free_bytes(runner.pipeline.device)
     is_shared = runner.pipeline.device.type != "cuda"  # assumes that all ranks are on this machine
     return wanted < (free / runner.pipeline.num_ranks if is_shared else free)
@@ -282,114 +282,77 @@ def _fits(runner: Runner) -> bool:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-class _Comparison:
-    """The gathered errors of all ranks and their likely causes. Ranks exchange only numbers and texts.
+def _compare(
+    runner: Runner,
+    truth: Pass,
+    plain: Pass,
+    found: Pass,
+    exact: Pass | None,
+    differences: Sequence[str] = (),
+    *,
+    is_compared: bool = True,
+) -> Verification:
+    """Compares the runs of all ranks, which exchange only numbers and texts. Collective.
 
     Args:
         truth: run of the whole model in the reference's dtype.
         plain: run of the whole model in the engine's dtype.
         found: run of the pipeline in the engine's dtype.
         exact: run of the pipeline in the reference's dtype; None if the engine has this dtype.
+        differences: known differences, beside those of numbers.
+        is_compared: False if the whole model's numbers are not finite; ``differences`` then holds the place.
     """
-
-    def __init__(self, runner: Runner, truth: Pass, plain: Pass, found: Pass, exact: Pass | None) -> None:
-        self._num_segments, self._has_exact = runner.options.num_segments, exact is not None
-        eps = torch.finfo(_own_dtype(runner)).eps
-        self.tolerance = _SAME if exact is not None else math.sqrt(eps)
-        runs = [plain, found, exact or found]
-        rows: list[Any] = [
-            [name, norm(value), *(distance(run.gradients[i], value) for run in runs)]
-            for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
-        ]
-        losses = [_worst(run.losses, truth.losses) for run in runs]
-        outputs = [_worst(run.outputs, truth.outputs) for run in runs]
-        start = self._first_segment(runs[2], truth, runner.options.seq_dim)
-        findings = [str(finding) for finding in dict.fromkeys(found.findings)]
-        draws, drops = truth.draws or found.draws, bool(truth.drops or found.drops)
-        mine = [rows, losses, outputs, start, findings, draws, drops, eps]
-        everyones = list(zip(*runner.pipeline.group.all_gather_object(mine), strict=True))
-        self._start, self._draws, self._drops, self._eps = min(everyones[3]), *map(max, everyones[5:])
-        self._seen = dict.fromkeys(text for texts in everyones[4] for text in texts)
-        rows = [row for theirs in everyones[0] for row in theirs]
-        floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
-        # Errors of the plain, the found and the exact run by name; then the root mean squares over the gradients.
-        self._errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
-        columns = list(zip(*self._errors.values(), strict=True)) or [(), ()]
-        self._common = [math.sqrt(sum(e**2 for e in column) / max(1, len(column))) for column in columns]
-        self._errors |= {
-            "loss": list(map(max, *everyones[1], losses)),
-            "output": list(map(max, *everyones[2], outputs)),
-        }
-
-    def _first_segment(self, found: Pass, truth: Pass, dim: int) -> int:
-        """Returns the first segment whose output differs; k if all agree."""
-        first = self._num_segments
-        for mine, theirs in zip(found.outputs, truth.outputs, strict=False):
-            if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
-                continue
-            pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(distance(a, b), norm(b)) <= self.tolerance]
-            first = min([first, *wrong])
-        return first
-
-    def verdict(self, differences: Sequence[str] = (), *, is_compared: bool = True) -> Verification:
-        """Returns the result of the comparison.
-
-        Args:
-            differences: known differences, beside those of numbers.
-            is_compared: False if the whole model's numbers are not finite; ``differences`` then holds the place.
-        """
-        errors, eps = dict(self._errors), self._eps
-        allowed, right = {}, {}
-        for name, (plain, found, exact) in errors.items():
-            allowed[name] = _ROUNDINGS * (max(plain, self._common[0]) + eps) if self._has_exact else math.sqrt(eps)
-            right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
-        notes: tuple[str, ...] = ()
-        if self._drops:
-            notes = ("Dropout was off: it draws other numbers for segments than for a whole sequence.",)
-        exact_errors = {name: exact for name, (_, _, exact) in errors.items()} if self._has_exact else {}
-        loss, output = errors.pop("loss")[1], errors.pop("output")[1]
-        parameters = {name: found for name, (_, found, _) in errors.items()}
-        causes = tuple(differences)
-        if is_compared and not all(right.values()):
-            causes += self._causes(right)
-        return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
-
-    def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
-        """Returns the likely causes: findings from the stages' forwards or, without any, a cause from the numbers."""
-        causes = list(self._seen)
-        if self._draws:
-            causes.append(
-                f"{RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a "
-                "whole sequence; verify without them"
+    runs = [plain, found, exact or found]
+    own: list[Any] = [
+        [name, norm(value), *(distance(run.gradients[i], value) for run in runs)]
+        for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
+    ]
+    losses = [_worst(run.losses, truth.losses) for run in runs]
+    outputs = [_worst(run.outputs, truth.outputs) for run in runs]
+    texts = [str(finding) for finding in dict.fromkeys(found.findings)]
+    mine = [own, losses, outputs, texts, truth.draws or found.draws, torch.finfo(_own_dtype(runner)).eps]
+    everyones = list(zip(*runner.pipeline.group.all_gather_object(mine), strict=True))
+    seen, (draws, eps) = [text for theirs in everyones[3] for text in theirs], map(max, everyones[4:])
+    rows = [row for theirs in everyones[0] for row in theirs]
+    floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
+    # Errors of the plain, the found and the exact run by name; the root mean square of the plain run's gradients.
+    errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
+    common = math.sqrt(sum(error**2 for error, _, _ in errors.values()) / max(1, len(errors)))
+    errors |= {"loss": list(map(max, *everyones[1], losses)), "output": list(map(max, *everyones[2], outputs))}
+    allowed, right = {}, {}
+    for name, (of_plain, of_found, of_exact) in errors.items():
+        allowed[name] = math.sqrt(eps) if exact is None else _ROUNDINGS * (max(of_plain, common) + eps)
+        right[name] = of_found <= allowed[name] and (exact is None or of_exact <= _SAME)  # False for nan
+    in_wide = {} if exact is None else {name: of_exact for name, (_, _, of_exact) in errors.items()}
+    loss, output = errors.pop("loss")[1], errors.pop("output")[1]
+    causes = tuple(differences)
+    if is_compared and not all(right.values()):
+        if draws:
+            seen.append(
+                f"{RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a whole "
+                "sequence; verify without them"
             )
-        if causes:
-            return tuple(causes)
-        if right["output"] and not right["loss"]:
-            cause = (
-                f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
-                "divisor, (sum, divisor), or the mean over the targets that loss_weight counts (default: those that "
-                'are not -100), or their sum with Loss(reduction="sum"); labels are shifted before the step'
-            )
-        elif right["output"]:
-            cause = (
-                f"{STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
-                "tokens in the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, "
-                "without detach"
-            )
-        elif self._num_segments == 1:
-            cause = "state across micro-batches: one segment differs, too, when micro-batches run in this order"
-        elif self._start == 0:
-            cause = f"{STATISTICS}: the first segment differs, so a token depends on later ones or on their number"
-        else:
-            cause = (
-                f"{STATE}: segment {self._start} is the first that differs, so something begins anew in each segment"
-            )
-        return (cause,)
+        causes += tuple(dict.fromkeys(seen)) or (_cause(right, runner.options.num_segments),)
+    parameters = {name: of_found for name, (_, of_found, _) in errors.items()}
+    return Verification(not causes, parameters, loss, output, allowed, in_wide, causes, ())
 
 
-def _or_infinite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
+def _cause(right: dict[str, bool], num_segments: int) -> str:
+    """Returns the likely cause of wrong numbers, without a finding from the stages' forwards."""
+    if right["output"] and not right["loss"]:
+        return (
+            f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its divisor, "
+            "(sum, divisor), or the mean over the targets that loss_weight counts (default: those that are not -100), "
+            'or their sum with Loss(reduction="sum"); labels are shifted before the step'
+        )
+    if right["output"]:
+        return (
+            f"{STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier tokens in "
+            "the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, without detach"
+        )
+    if num_segments == 1:
+        return "state across micro-batches: one segment differs, too, when micro-batches run in this order"
+    return f"{STATE}: something begins anew in each segment, or a token depends on later ones"
 
 
 def _ratio(distance: float, norm: float) -> float:
@@ -404,4 +367,5 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
     # An output without tokens has another shape in segments; its errors show in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
-    return max((_ratio(distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)
+    errors = [_ratio(distance(v, t), scale) for v, t in pairs]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from seq1f1b.checks.verify_runs import (
     Forward,
@@ -22,7 +23,6 @@ from seq1f1b.checks.verify_runs import (
     Pass,
     Session,
     WholeModelError,
-    alone,
     named_tensors,
     one_by_one,
     own_modules,
@@ -30,18 +30,17 @@ from seq1f1b.checks.verify_runs import (
 )
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.options import Memory
+from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.runner import Runner
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import common_device, free_bytes
 from seq1f1b.schedule import build_schedule
-from seq1f1b.transport import RankGroup
-from seq1f1b.transport.values import pack, sendable
+from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.agreement import Agreement
 
 __all__: list[str] = []
 
-FROZEN, BUFFERS, UNTIED = "frozen parameters", "buffers", "untied parameters"
-DROPOUT, PRECISION = "dropout", "precision"
 _LISTED = 5  # names in an error
 
 
@@ -87,20 +86,14 @@ class WholeModel:
         """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's rank."""
         rules = {name: rule for name, rule in self._runner.options.arg_rules.items() if isinstance(rule, str)}
         values = {held.name: held.tensor.detach() for held in own if held.kind != "constant"}
-        target, kwargs, all_rules, all_values = arguments.target, arguments.kwargs, dict[str, Any](), []
-        for rank in range(self._group.size):
-            mine = values, arguments.target if rank == self._last else None, arguments.kwargs, rules
-            found = _sent(self._group, mine, rank, 0)
-            if self._model is not None:
-                theirs, goal, given, of_rank = found
-                all_values.append(theirs)
-                target = goal if rank == self._last else target
-                kwargs = _joined(kwargs, given) if rank else kwargs
-                all_rules = of_rank | all_rules
+        mine = values, arguments.target if self._rank == self._last else None, arguments.kwargs, rules
+        given = [_sent(self._group, mine, rank, 0) for rank in range(self._group.size)]
         if self._model is not None:
-            self._model.values = all_values
-            all_rules |= self._runner.options.arg_rules
-            self._model.open(all_rules, replace(arguments, target=target, kwargs=kwargs))
+            self._model.values = [theirs for theirs, *_ in given]
+            kwargs, all_rules = arguments.kwargs, self._runner.options.arg_rules
+            for _, _, theirs, of_rank in given[1:]:
+                kwargs, all_rules = _joined(kwargs, theirs), {**of_rank, **all_rules}
+            self._model.open(all_rules, replace(arguments, target=given[self._last][1], kwargs=kwargs))
 
     def note(self, found: Pass) -> None:
         """Takes facts about the stages from a run of the pipeline: the changed buffers and the type of the output."""
@@ -112,12 +105,10 @@ class WholeModel:
         self._differences, self.notes = self._group.all_gather_object(texts)[0]
 
     def run(self, dtype: torch.dtype | None) -> Pass:
-        """Runs the model once.
+        """Runs the model once, and returns this rank's part of the results, as from a run of the stages in a chain.
 
-        Returns:
-            this rank's part of the results, as from a run of the stages in a chain.
         Raises:
-            NotRun: the model raised an error; raised on every rank.
+            WholeModelError: the model raised an error; raised on every rank.
         """
         self._group.set_limits(self._runner.options.limits.longest)  # ranks wait for rank 0
         self._group.all_gather_object(True)  # ranks in threads share tensors: all have restored them now
@@ -125,29 +116,22 @@ class WholeModel:
         if self._model is not None:
             try:
                 found = self._model.session.run_whole(dtype, lambda: self._model.fill(dtype))
-                forwards = {n.removeprefix("model."): f for n, f in found.forwards.items() if n.startswith("model.")}
-                told = ["", found.draws, dict(found.drops), forwards]
+                own = {n.removeprefix("model."): f for n, f in found.forwards.items() if n.startswith("model.")}
+                own = {n: f._replace(place=f.place.replace("stage 0, model.", "the model, ")) for n, f in own.items()}
+                told = ["", found.draws, dict(found.drops), own]
             except WholeModelError as error:
                 told = [str(error), False, {}, {}]
         text, draws, drops, self._forwards[dtype] = self._group.all_gather_object(told)[0]
         if text:
             raise WholeModelError(text)
         self._drops = Counter(drops)
-        mine: Any = None
+        parts = []
         for rank, compared in enumerate(self._compared):
             part = None if found is None else self._model.part(found, compared, rank == 0, rank == self._last)
-            arrived = _sent(self._group, part, 0, rank)
-            mine = arrived if rank == self._rank else mine
+            parts.append(_sent(self._group, part, 0, rank))
         device = self._runner.pipeline.device
-        losses, outputs, gradients = mapped(mine, lambda tensor: tensor.to(device))
-        not_finite = [] if found is None else found.not_finite
-        if not_finite:
-            not_finite[1] = not_finite[1].replace("stage 0, model.", "the model, ")
-        return Pass(losses, outputs, gradients, draws, Counter(drops), [], [], {}, not_finite)
-
-    def end(self) -> None:
-        if self._model is not None:
-            self._model.session.end()
+        losses, outputs, gradients = mapped(parts[self._rank], lambda tensor: tensor.to(device))
+        return Pass(losses, outputs, gradients, draws, Counter(drops), [], self._forwards[dtype])
 
     # -- beside numbers --------------------------------------------------------------------------------------------
 
@@ -158,18 +142,18 @@ class WholeModel:
             drops += Counter(theirs)
         differences = list(self._differences)
         differences += [
-            f"{DROPOUT}: with p = {p:g} the stages drop {drops[p]} numbers of the batch, the model {self._drops[p]}; "
+            f"dropout: with p = {p:g} the stages drop {drops[p]} numbers of the batch, the model {self._drops[p]}; "
             "compare the dropout and the training mode of their modules"
             for p in sorted(drops.keys() | self._drops.keys())
             if drops[p] != self._drops[p]
         ]
-        unlike = (
-            f"{PRECISION}: {name} ({truth.kind}) returns {truth.dtype} in the model, {stage.dtype} in its stage"
+        unlike = [
+            f"precision: {name} ({truth.kind}) returns {truth.dtype} in the model, {stage.dtype} in its stage"
             for name, truth in self._forwards[None].items()
             for stage in forwards.get(name, ())
             if stage.kind == truth.kind and stage.dtype != truth.dtype
-        )
-        return differences + list(islice(unlike, 1))
+        ]
+        return differences + unlike[:1]
 
     def _everyones_forwards(self, run: Pass) -> dict[str, list[Forward]]:
         """Returns the results of modules from all stages by name; a stand-in for a module counts, too."""
@@ -186,11 +170,7 @@ class WholeModel:
         for name, truth in self._forwards[dtype].items():
             stages = found.get(name, [])
             if name and stages and not any(stage.is_like(truth, tolerance) for stage in stages):
-                stage = next((stage for stage in stages if stage.kind == truth.kind), stages[0])
-                text = f"{name} ({truth.kind}) is the first module that returns something else"
-                if stage.kind != truth.kind:
-                    text += f"; its stage has a {stage.kind} there"
-                return text
+                return f"{name} ({truth.kind}) is the first module that returns something else"
         return ""
 
 
@@ -246,8 +226,8 @@ class _Model:
                 if kind == "parameter" and own.tensor.requires_grad != is_trained:
                     self._frozen.append(name)
         left = [names[0] for key, names in self._names.items() if key not in found and not self._is_constant(names)]
-        problems = [("stages hold what the model lacks: ", lacking), ("the model has what no stage holds: ", left)]
-        texts = [text + _listed(names) for text, names in (*problems, ("", others)) if names]
+        problems = [("stages hold what the model lacks", lacking), ("the model has what no stage holds", left)]
+        texts = _listed([*problems, ("shapes differ", others)])
         if not texts:
             return ""
         return (
@@ -275,9 +255,7 @@ class _Model:
         Returns:
             differences, and notes.
         """
-        taken: list[str] = []
-        stale: list[str] = []
-        apart: list[str] = []
+        taken, stale, apart = list[str](), list[str](), list[str]()
         for names in sorted(self._names.values(), key=lambda names: self._held[names[0]].kind != "parameter"):
             own = self._held[names[0]].tensor
             values = [(name, theirs[name]) for name in names for theirs in self.values if name in theirs]
@@ -292,14 +270,12 @@ class _Model:
                     stale.append(name)
                     continue
             self._chosen.append((own, value))
-        texts = [
-            f"{FROZEN}: requires_grad differs in the model for {_listed(self._frozen)}",
-            f"{BUFFERS}: the model has another value for {_listed(stale)}, and no step changes it",
-            f"{UNTIED}: stages have unlike values for one parameter of the model, {_listed(apart)}",
+        differences = [
+            ("frozen parameters: requires_grad differs in the model", self._frozen),
+            ("buffers: the model has another value, and no step changes it", stale),
+            ("untied parameters: stages have unlike values for one parameter of the model", apart),
         ]
-        notes = [f"The model had other values, and took the stages': {_listed(taken)}."] * bool(taken)
-        found = self._frozen, stale, apart
-        return [[text for text, names in zip(texts, found, strict=True) if names], notes]
+        return [_listed(differences), _listed([("The model had other values, and took the stages'", taken)])]
 
     # -- a run -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +291,10 @@ class _Model:
             attention="any",
         )
         schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
+        group = LoopbackGroup(1)[0]
+        pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
         build = partial(one_by_one, schedule, are_rows=True)
-        runner = alone(self.stage, self._device, options, schedule, build)
+        runner = Runner(pipeline, options, schedule, build, is_whole=True, tells=False)
         runner.divides = self._runner.divides
         self._trained = [p for _, p in runner.pipeline.named_parameters() if p.requires_grad]
         self.session = Session(runner, arguments)
@@ -328,11 +306,7 @@ class _Model:
             own.data = value.to(own.device, wanted, copy=True)
 
     def part(self, found: Pass, compared: Iterable[str], is_first: bool, is_last: bool) -> list[list[Any]]:
-        """Returns the tensors of a run for one rank: losses, outputs and gradients.
-
-        Args:
-            compared: names of the rank's trained parameters.
-        """
+        """Returns the losses, outputs and gradients of a run for one rank; ``compared``: names of its parameters."""
         by_id = {id(p): gradient for p, gradient in zip(self._trained, found.gradients, strict=False)}
         gradients = [by_id.get(id(self._held[name].tensor)) for name in compared]
         of_inputs = found.gradients[len(self._trained) :] if is_first else []
@@ -340,11 +314,7 @@ class _Model:
 
 
 class _WholeStage(nn.Module):
-    """The model as one stage. If the stages return a tensor, the model's tensor is unwrapped, as from transformers.
-
-    Args:
-        call: runs the model on the first stage's inputs and every stage's keyword arguments.
-    """
+    """The model as one stage. If the stages return a tensor, the model's tensor is unwrapped, as from transformers."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -373,20 +343,6 @@ def _refusal(runner: Runner, model: Any) -> str:
     return ""
 
 
-@sendable
-@dataclass(frozen=True)
-class _TensorForm:
-    """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def tensor(self, data: Tensor) -> Tensor:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return data.clone().view(dtype).view(self.shape)
-
-
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """Sends a value with tensors between two ranks. Returns it at the destination, on the CPU, else None. Collective.
 
@@ -395,29 +351,28 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """
     if source == destination:
         return value if group.rank == source else None
-    told, text, parts = None, "", list[Tensor]()
-
-    def sent(tensor: Tensor) -> _TensorForm:
-        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        return _TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
+    file, text = BytesIO(), ""
     if group.rank == source:
-        told = mapped(value, sent)
         try:
-            pack(told)
-        except TypeError as error:
-            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
-    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
+            torch.save(mapped(value, lambda tensor: tensor.detach().cpu().clone()), file)
+            file.seek(0)
+            others = get_unsafe_globals_in_checkpoint(file)
+        except Exception as error:  # pickle raises several types
+            others = [str(error)]
+        if others:
+            text = f"target or kwargs of rank {source} cannot go to rank {destination}: {', '.join(others)}"
+    size, text = group.all_gather_object([len(file.getbuffer()), text])[source]
     if text:
         raise ValueError(text)
     if group.rank == source:
-        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         group.exchange(data, [destination], [], data)
     if group.rank != destination:
         return None
-    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
-    return mapped(told, lambda each: each.tensor(next(arrived)), _TensorForm)
+    arrived = bytearray(size)
+    place = torch.frombuffer(arrived, dtype=torch.uint8)
+    place.copy_(group.exchange(None, [], [source], place)[source])
+    return torch.load(BytesIO(arrived), weights_only=True)
 
 
 def _joined(own: Any, theirs: Any) -> Any:
@@ -433,6 +388,10 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().cpu().to_dense(), other.detach().cpu().to_dense())
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _listed(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Returns each text with its names; texts without names are left out."""
+    texts = []
+    for text, names in found:
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        texts += [f"{text}: {', '.join(names[:_LISTED])}{more}"] * bool(names)
+    return texts

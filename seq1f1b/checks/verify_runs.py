@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,14 +18,11 @@ from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, has_changed, is_abstract, keep_state
-from seq1f1b.engine.options import Options
-from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.engine.runner import Runner
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import LoopbackGroup, RankGroup
-from seq1f1b.transport.agreement import Agreement
+from seq1f1b.transport import RankGroup
 from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
@@ -41,11 +38,9 @@ class Pass:
     draws: bool  # whether the run draws random numbers, apart from dropout
     drops: Counter[float]  # by probability, the count of numbers that forwards would drop with dropout on
     findings: list[Finding]
-    sizes: list[int]  # tokens of the segments
     forwards: dict[str, Forward]  # by module name, in the order of the calls' ends
-    not_finite: list[Any] = field(default_factory=list)  # first place with infinite or NaN values: a sort key, a text
     returns_tensor: bool = False  # whether the last stage is here and returns a bare tensor
-    changed: list[str] = field(default_factory=list)  # buffers changed by the run
+    changed: Sequence[str] = ()  # buffers changed by the run
 
 
 @sendable
@@ -109,7 +104,7 @@ class Session:
         """Runs the whole model once.
 
         Raises:
-            NotRun: the run ended with an error; raised on every rank, after all ranks have met again.
+            WholeModelError: the run ended with an error; raised on every rank, after all ranks have met again.
         """
         try:
             return self.run(whole=True, dtype=dtype, fill=fill)
@@ -125,17 +120,16 @@ class Session:
         self._state.restore()
 
     def _run(self, runner: Runner, dtype: torch.dtype | None, whole: bool) -> Pass:
-        leaves: list[Tensor] = []
-
-        def prepared(value: Any) -> Any:
-            return mapped(value, lambda tensor: _prepared(tensor, dtype, leaves))
-
         given = self._arguments
-        inputs = prepared(given.inputs)
-        tracked = list(leaves)
-        arguments = replace(
-            given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
-        )
+
+        def prepared(tensor: Tensor) -> Tensor:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            leaf = tensor.detach().to(wanted)  # no gradient reaches the caller's graph
+            return leaf.clone().requires_grad_() if tensor.requires_grad else leaf
+
+        inputs, target, kwargs = (mapped(value, prepared) for value in (given.inputs, given.target, given.kwargs))
+        tracked = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        arguments = replace(given, inputs=inputs, target=target, kwargs=kwargs, return_outputs=True)
         if whole and given.rows is not None:  # each in one segment; paths of a tree one after another
             rows, trees = read_rows(given.rows, given.parents)
             arguments = replace(arguments, rows=[[sum(row)] for row in rows], parents=None, plan=None, paths=trees)
@@ -149,14 +143,10 @@ class Session:
         gradients = [None if t.grad is None else t.grad.detach().to_dense() for t in compared]
         findings = [finding for stage in runner.stages.values() for finding in stage.findings.found]
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
-        assert runner.last_step is not None
-        sizes = runner.last_step.sizes
-        result = Pass(losses, floating, gradients, draws, run.drops, findings, sizes, forwards)
-        result.not_finite += _not_finite(runner, result)
-        result.returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
+        returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
         held = named_tensors(own_modules(runner))
-        result.changed += [each.name for each in held if each.kind != "parameter" and has_changed(each.tensor)]
-        return result
+        changed = [each.name for each in held if each.kind != "parameter" and has_changed(each.tensor)]
+        return Pass(losses, floating, gradients, draws, run.drops, findings, forwards, returns_tensor, changed)
 
 
 @contextmanager
@@ -165,7 +155,7 @@ def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
 
     def note(name: str, place: str, module: nn.Module, output: Any) -> None:
         tensors = [] if is_abstract() else _tensors(output)
-        odd = next((kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))), "")
+        odd = next((kind for t in tensors if (kind := odd_kind(t.detach().clamp(min=0)))), "")
         if tensors and (name not in forwards or (odd and not forwards[name].odd)):
             first = tensors[0].detach().double()
             dtype, figures = str(tensors[0].dtype), (float(first.norm()), float(first.sum()))
@@ -181,21 +171,7 @@ def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
         yield
 
 
-def _not_finite(runner: Runner, run: Pass) -> list[Any]:
-    """Returns the first place with a value that is not finite: a module if possible, else a loss, else a gradient."""
-    losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
-    names = zip(names_of(runner, run), run.gradients, strict=True)
-    gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
-    if not losses and not gradients:
-        return []
-    odd = next((forward for forward in run.forwards.values() if forward.odd), None)
-    if odd is not None:
-        return [[0, min(runner.stages)], f"{odd.place} returns {odd.odd}"]
-    # Backwards run from the last stage to the first and, within a stage, from the last parameter to the first.
-    return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
-
-
-def _kind(tensor: Tensor) -> str:
+def odd_kind(tensor: Tensor) -> str:
     """Returns "nan" or "inf" if any element is NaN or infinite; else ""."""
     if bool(tensor.isfinite().all()):
         return ""
@@ -212,19 +188,6 @@ def _variant(runner: Runner, whole: bool) -> Runner:
     other = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)
     other.divides = runner.divides
     return other
-
-
-def alone(
-    stage: Any,
-    device: torch.device,
-    options: Options,
-    schedule: Schedule,
-    build: Callable[..., Schedule] | None = None,
-) -> Runner:
-    """Returns a silent runner over one stage in this process. With one segment, its units count as the whole model."""
-    group = LoopbackGroup(1)[0]
-    pipeline = Pipeline([stage], device, options, group, schedule, Agreement(group, {}))
-    return Runner(pipeline, options, schedule, build, is_whole=options.num_segments == 1, tells=False)
 
 
 def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool = False, **others: Any) -> Schedule:
@@ -250,15 +213,6 @@ def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool 
     order = Schedule.from_text("\n".join(lines)).replace(prefetch=schedule.prefetch)
     kinds = schedule.kinds
     return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
-
-
-def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -> Tensor:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    leaf = tensor.detach().to(wanted)  # no gradient reaches the caller's graph
-    if tensor.requires_grad:
-        leaf = leaf.clone().requires_grad_()
-        leaves.append(leaf)
-    return leaf
 
 
 def _tensors(output: Any) -> list[Tensor]:

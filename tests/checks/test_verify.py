@@ -143,12 +143,9 @@ def test_everything_is_as_it_was(dtype, fails):
 def refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="under DDP or FSDP2: verify an engine over the bare"):
         verified(DistributedDataParallel(Net(Mixer(attention))))
-    assert stepped(DistributedDataParallel(Net(Mixer(attention)))) == []
-    (text,) = stepped(DistributedDataParallel(Net(Mixer(torchs_attention))))
-    assert "attention not in segments" in text
 
 
-def test_ddp_is_looked_at_and_not_verified():
+def test_ddp_is_not_verified():
     run_processes(2, refused)
 
 
@@ -364,16 +361,3 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "seen by no gradient": (lambda: faulty(last=words_that_do_not_exist), {"target": half_masked()}, "", ""),
     "in segments alone": (lambda: faulty(not_in_segments), {}, "state across tokens", ""),
 }  # fmt: skip
-
-
-class Masked(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return words_that_do_not_exist(self, super().forward(x))
-
-
-def test_equal_infinities_are_no_difference_on_one_rank_either():
-    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(logits, target.clamp(max=26))
-
-    result = verified(Masked(Mixer(attention)), loss_fn=loss_fn)
-    assert result.ok and result.exact, str(result)

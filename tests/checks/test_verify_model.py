@@ -174,12 +174,12 @@ PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
     "mode": (of(1, "blocks.2.drop", training=False), r"dropout: with p = 0\.1 .* the training mode"),
     "final norm": (of(1, "", has_norm=False), r"the cut: head \(Linear\)"),
     "order of blocks": (another_order, r"the cut: blocks\.0"),
-    "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value for gain,"),
+    "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value, .*: gain"),
     "constant": (of(1, "", shift=torch.full((HIDDEN,), 0.3)), r"the cut: head \(Linear\)"),
     "hook": (unhooked, r"the cut: blocks\.1 \(Block\)"),
     "autocast": (without_autocast, "precision: rounding makes an error of .* as under torch.autocast"),
     "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to torch"),
-    "frozen": (frozen, r"frozen parameters: requires_grad differs in the model for blocks\.2\.up\.weight"),
+    "frozen": (frozen, r"frozen parameters: requires_grad differs in the model: blocks\.2\.up\.weight"),
 }  # fmt: skip
 
 
