@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,7 @@ from seq1f1b.nested import distance, mapped, norm, tensors_of
 
 __all__: list[str] = []
 
-Sizes: TypeAlias = "Mapping[int, Sequence[int]]"
-
-_MOST = 1 << 20  # compared elements of the outputs: 4 MiB in float32
-_LEAST_TOKENS = 8  # per segment
-_SHARE = 8  # all compared tokens are at most 1/8 of a segment, because a head in the loss makes large logits
+_TOKENS = 8  # per part
 _DIFFERS, _DIFFERS_NARROW = 1e-3, 5e-2  # relative difference in float32, and with any 16-bit dtype
 
 
@@ -35,7 +31,8 @@ class LossLook:
 
     Args:
         microbatch: index of the micro-batch.
-        sizes: tokens of each segment's parts: one part, several siblings, or the halves of the only segment.
+        sizes: tokens of each segment's parts: one part, several siblings, or the halves of the only segment. Empty once
+            the loss is trusted.
         count: counts one part's targets; None: losses of segments are summed.
         dim: the sequence dimension.
         is_halved: whether parts are halves of one segment. Tokens may then depend on the other half, so only a wrong
@@ -45,12 +42,16 @@ class LossLook:
     """
 
     def __init__(
-        self, microbatch: int, sizes: Sizes, count: Callable[[Any], float] | None, dim: int, is_halved: bool
+        self,
+        microbatch: int,
+        sizes: Mapping[int, Sequence[int]],
+        count: Callable[[Any], float] | None,
+        dim: int,
+        is_halved: bool,
     ) -> None:
         self.microbatch, self.sizes, self.cause = microbatch, sizes, WEIGHTING
         self._count, self._dim, self._num_parts, self._is_halved = count, dim, sum(map(len, sizes.values())), is_halved
         self._parts: list[tuple[Any, Any]] = []  # outputs and targets
-        self._is_believed = False
 
     def take(self, output: Any, target: Any, segment: int, leaves: bool) -> bool:
         """Keeps a copy of some of a segment's tokens. Returns whether all segments are there.
@@ -62,13 +63,11 @@ class LossLook:
         length, begin = sum(self.sizes[segment]), 0
         tensors = tensors_of(output)
         has_tokens = any(t.dim() > self._dim and t.shape[self._dim] == length for t in tensors)
-        self._is_believed |= leaves or not has_tokens or any(t.is_meta for t in tensors)
-        if self._is_believed:
+        if leaves or not has_tokens or any(t.is_meta for t in tensors):
+            self.sizes = {}
             return False
-        elements = sum(t.numel() for t in tensors)
-        share = min(length * _MOST // max(1, elements), length // _SHARE) // self._num_parts
         for size in self.sizes[segment]:
-            tokens = min(size, max(_LEAST_TOKENS, share))
+            tokens = min(size, _TOKENS)
             rows = torch.linspace(begin, begin + size - 1, tokens, dtype=torch.float64, device="cpu").long()
 
             def some(tensor: Tensor, rows: Tensor = rows) -> Tensor:
@@ -89,18 +88,18 @@ class LossLook:
         try:
             with torch.enable_grad(), uncompiled():
                 found = self._compare(loss_fn, kwargs)
-            return "" if found is None or not state.is_current() else found
+            return found if state.is_current() else ""
         except Exception:  # a loss may refuse other lengths, and a check must not end a correct step
             return ""
         finally:
             state.restore()
 
-    def _compare(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
+    def _compare(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> str:
         counts = [1.0 if self._count is None else float(self._count(target)) for _, target in self._parts]
         parts = [part for part, count in zip(self._parts, counts, strict=True) if count > 0.0]
         counts = [count for count in counts if count > 0.0]
         if len(parts) < 2:
-            return None
+            return ""
         total = 1.0 if self._count is None else sum(counts)
         leaves = [mapped(output, _scaled) for output, _ in parts]
         flat = [[t for t in tensors_of(leaf) if t.requires_grad] for leaf in leaves]
@@ -125,9 +124,9 @@ class LossLook:
         size, off = math.hypot(*(norm(b) for _, b in pairs)), math.hypot(*(distance(a, b) for a, b in pairs))
         narrow = torch.is_autocast_enabled(every[0].device.type) or any(t.dtype.itemsize < 4 for t in every)
         if not 0.0 < size < math.inf or off <= (_DIFFERS_NARROW if narrow else _DIFFERS) * size:
-            return None
+            return ""
         if self._is_halved and (self.cause == COUPLING or not _is_divided(pairs, counts)):
-            return None
+            return ""
         what = "divides by something else than the number of targets that are counted"
         if self.cause == COUPLING:
             what = "of a token depends on other tokens, in a segment on others than in the whole sequence"
@@ -153,9 +152,7 @@ def look_of(step: Weighting) -> LossLook | None:
         found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
     if not found:
         return None
-    m = min(found, key=lambda m: sum(map(count_values, tensors_of(step.batch.target[m]))))
-    if step.arguments.trees is not None:  # the most siblings, or the longest path
-        m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
+    m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))  # most siblings, longest path
     return LossLook(m, found[m], step.count, options.seq_dim, is_halved)
 
 
@@ -191,11 +188,3 @@ def _is_divided(pairs: Sequence[tuple[Tensor, Tensor]], counts: Sequence[float])
     divisors = [factor * count / sum(counts) for factor, count in zip(factors, counts, strict=True)]
     unlike = min(abs(sum(divisors) - 1.0), max(divisors) - min(divisors))
     return not (rest > _DIFFERS or unlike > _DIFFERS)
-
-
-def count_values(tensor: Tensor) -> int:
-    """Returns the number of different values in up to about 4096 elements; few values suggest a mask or padding."""
-    if tensor.is_meta:
-        return 0
-    flat = tensor.detach().reshape(-1)
-    return len(torch.unique(flat[:: max(1, flat.numel() // 4096)]))

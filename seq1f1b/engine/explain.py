@@ -60,10 +60,10 @@ def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) 
 
 def _hint(text: str, unit: Unit | None, stages: Mapping[int, Stage]) -> str:
     hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
-    if "{stage}" not in hint or unit is None:
-        return hint if "{stage}" not in hint else ""
+    if "{stage}" not in hint:
+        return hint
+    if unit is None or unit.kind != "F" or ("{before}" in hint and unit.stage == 0):
+        return ""
     parts = [named for module in stages[unit.stage].modules for named in module.named_modules()]
     rows = [f"{n or 'the embedding'} has {m.num_embeddings} rows" for n, m in parts if isinstance(m, nn.Embedding)]
-    if not rows or unit.kind != "F" or ("{before}" in hint and unit.stage == 0):
-        return ""
-    return hint.format(stage=unit.stage, before=unit.stage - 1, rows=", ".join(rows))
+    return hint.format(stage=unit.stage, before=unit.stage - 1, rows=", ".join(rows)) if rows else ""
