@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
 from seq1f1b.adapters.chain_compare import Composite, compare
@@ -142,9 +141,6 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
         raise ValueError(f"split takes the model itself, got {type(model).__name__}: wrap and compile its stages")
     if (num_stages is None) == (at is None):
         raise ValueError("split takes num_stages= or at=, one of the two")
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"{lazy[0]} of {type(model).__name__} has no shape yet: run the model once before split")
     if at is not None:
         names = [str(name) for name in ([at] if isinstance(at, str) else at)]
         known = {name for name, _ in model.named_modules(remove_duplicate=False)} - {""}

@@ -25,9 +25,9 @@ __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
 class _SegmentSchedule:
-    """The common part of both schedules: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
+    """The common part of both schedules: torch's ``step`` over a :class:`seq1f1b.PipelineEngine`."""
 
-    _n_microbatches: int
+    _n_microbatches: int  # this attribute and the next five are those of torch's base classes
     _loss_fn: Callable[..., Tensor] | None
     _has_backward: bool
     _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
@@ -145,20 +145,17 @@ class _SegmentSchedule:
             if microbatches is not None and not (value is None or value in ((), {})):
                 raise ValueError(f"{name} stands for an argument of the whole batch: give one of the two")
         split_args, split_kwargs = self._split_inputs(args, kwargs)
-        arg_mbs = split_args if arg_mbs is None else arg_mbs
-        kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
         if target_mbs is None and target is not None:
             target_mbs = list(torch.tensor_split(target, self._n_microbatches))
-        rows = self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        rows = self._step_microbatches(
+            split_args if arg_mbs is None else arg_mbs,
+            split_kwargs if kwarg_mbs is None else kwarg_mbs,
+            target_mbs,
+            losses,
+            return_outputs,
+            loss_kwargs,
+        )
         return self._merge_outputs(rows) if rows is not None else None
-
-    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Runs forward only, without gradients; arguments as in ``step``."""
-        has_backward, self._has_backward = self._has_backward, False
-        try:
-            return self.step(*args, target=target, losses=losses, **kwargs)
-        finally:
-            self._has_backward = has_backward
 
     def _step_microbatches(
         self,
@@ -175,17 +172,12 @@ class _SegmentSchedule:
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
         if engine.has_first and not any(inputs or ()):
             raise ValueError("the rank of the first stage needs the model's positional arguments")
+        target = target_mbs if engine.has_last else None
+        given = StepArguments(
+            self._has_backward, inputs, target, kwarg_mbs, loss_kwargs=loss_kwargs, return_outputs=return_outputs
+        )
         with torch.set_grad_enabled(self._has_backward):
-            found, rows = engine._runner.run(
-                StepArguments(
-                    self._has_backward,
-                    inputs,
-                    target_mbs if engine.has_last else None,
-                    kwarg_mbs,
-                    loss_kwargs=loss_kwargs,
-                    return_outputs=return_outputs,
-                )
-            )
+            found, rows = engine._runner.run(given)
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found
         return rows

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from split_forwards import Decoder
-from split_parts import HIDDEN, VOCAB, Block
+from split_parts import HIDDEN, VOCAB, Block, tokens
+from tiny_model import cross_entropy
 from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
-
-TOKENS = 20
 
 
 class Chain(nn.Module):
@@ -43,15 +41,6 @@ class Chain(nn.Module):
 
 def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *(Block(i) for i in range(4)), nn.Linear(HIDDEN, VOCAB))
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    return tokens, seq1f1b.shift_labels(tokens)
 
 
 def make(kind: Any, **options: Any) -> Any:
@@ -97,13 +86,13 @@ def test_a_tied_weight_is_copied_and_listed_and_all_else_is_shared():
 
 def test_stages_are_verified_and_saved_by_their_names():
     stages = seq1f1b.split(make(Chain, tied=True), 2)
-    tokens, target = batch()
 
     def run(group: Any) -> Any:
         engine = seq1f1b.PipelineEngine(
-            stages[group.rank], num_microbatches=2, num_segments=4, loss_fn=loss_fn, group=group
+            stages[group.rank], num_microbatches=2, num_segments=4, loss_fn=cross_entropy, group=group
         )
-        return engine.verify(tokens, target=target).ok, set(seq1f1b.PipelineState(engine).state_dict()["model"])
+        result = engine.verify(tokens(), target=seq1f1b.shift_labels(tokens()))
+        return result.ok, set(seq1f1b.PipelineState(engine).state_dict()["model"])
 
     results = run_ranks(2, run)
     assert all(ok for ok, _ in results)

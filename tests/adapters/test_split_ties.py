@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tiny_model import cross_entropy
 from torch import Tensor, nn
 
 import seq1f1b
@@ -40,10 +40,6 @@ class Model(nn.Module):
 def make() -> Any:
     torch.manual_seed(0)
     return Model().double()
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -82,7 +78,7 @@ def test_groups_are_those_of_the_model(way, stages_per_rank):
 
     def run(group: Any) -> None:
         engine = seq1f1b.PipelineEngine(
-            stages[group.rank :: 2], num_microbatches=2, num_segments=3, loss_fn=loss_fn, group=group,
+            stages[group.rank :: 2], num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group,
             schedule="seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved",
         )  # fmt: skip
         optimizer = optimizer_of(GROUPS[way](engine.named_parameters()))
@@ -96,7 +92,7 @@ def test_groups_are_those_of_the_model(way, stages_per_rank):
     optimizer = optimizer_of(GROUPS[way](whole.named_parameters()))
     for _ in range(3):
         optimizer.zero_grad()
-        (sum(loss_fn(whole(t), y) for t, y in zip(tokens.split(1), target.split(1), strict=True)) / 2).backward()
+        (sum(cross_entropy(whole(t), y) for t, y in zip(tokens.split(1), target.split(1), strict=True)) / 2).backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         optimizer.step()
     want = dict(whole.named_parameters(remove_duplicate=False))
