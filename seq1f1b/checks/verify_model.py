@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from seq1f1b.checks.verify_runs import (
     Forward,
@@ -38,6 +36,7 @@ from seq1f1b.placement import common_device, free_bytes
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
 from seq1f1b.transport.agreement import Agreement
+from seq1f1b.transport.values import pack, sendable
 
 __all__: list[str] = []
 
@@ -343,6 +342,20 @@ def _refusal(runner: Runner, model: Any) -> str:
     return ""
 
 
+@sendable
+@dataclass(frozen=True)
+class _TensorForm:
+    """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def tensor(self, data: Tensor) -> Tensor:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return data.clone().view(dtype).view(self.shape)
+
+
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """Sends a value with tensors between two ranks. Returns it at the destination, on the CPU, else None. Collective.
 
@@ -351,28 +364,29 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """
     if source == destination:
         return value if group.rank == source else None
-    file, text = BytesIO(), ""
+    told, text, parts = None, "", list[Tensor]()
+
+    def sent(tensor: Tensor) -> _TensorForm:
+        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        return _TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
     if group.rank == source:
+        told = mapped(value, sent)
         try:
-            torch.save(mapped(value, lambda tensor: tensor.detach().cpu().clone()), file)
-            file.seek(0)
-            others = get_unsafe_globals_in_checkpoint(file)
-        except Exception as error:  # pickle raises several types
-            others = [str(error)]
-        if others:
-            text = f"target or kwargs of rank {source} cannot go to rank {destination}: {', '.join(others)}"
-    size, text = group.all_gather_object([len(file.getbuffer()), text])[source]
+            pack(told)
+        except TypeError as error:
+            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
+    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
     if text:
         raise ValueError(text)
     if group.rank == source:
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
         group.exchange(data, [destination], [], data)
     if group.rank != destination:
         return None
-    arrived = bytearray(size)
-    place = torch.frombuffer(arrived, dtype=torch.uint8)
-    place.copy_(group.exchange(None, [], [source], place)[source])
-    return torch.load(BytesIO(arrived), weights_only=True)
+    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
+    return mapped(told, lambda each: each.tensor(next(arrived)), _TensorForm)
 
 
 def _joined(own: Any, theirs: Any) -> Any:
