@@ -119,44 +119,37 @@ int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_
     return s1f_attention_check(args) == S1F_OK ? kernels_for(args)->scratch_bytes(args, num_threads, backward) : 0;
 }
 
-static s1f_status check_ranges(const s1f_attention_args *args)
+static int ranges_are_sound(const s1f_attention_args *args)
 {
-    int64_t tokens = args->q_start + args->segment_len, end = 0;
-    if (args->num_ranges < 1)
-        return s1f_fail(S1F_ERR_ARG, "%d ranges of keys: there must be at least 1", (int)args->num_ranges);
+    int64_t end = 0;
     for (int32_t i = 0; i < args->num_ranges; i++) {
         const s1f_key_range *range = &args->ranges[i];
         if (range->begin != end || range->end <= range->begin || range->row < 0)
-            return s1f_fail(S1F_ERR_ARG,
-                            "range %d has keys [%lld, %lld) from row %lld on: it must begin at key %lld, with a key at "
-                            "least, and at no negative row",
-                            (int)i, (long long)range->begin, (long long)range->end, (long long)range->row,
-                            (long long)end);
+            return 0;
         end = range->end;
     }
-    if (end != tokens || args->ranges[args->num_ranges - 1].begin > args->q_start)
-        return s1f_fail(S1F_ERR_ARG,
-                        "the last range has keys [%lld, %lld): it must end at key %lld, and have all keys of the "
-                        "segment, from %lld on",
-                        (long long)args->ranges[args->num_ranges - 1].begin, (long long)end, (long long)tokens,
-                        (long long)args->q_start);
-    return S1F_OK;
+    return args->num_ranges > 0 && end == args->q_start + args->segment_len &&
+           args->ranges[args->num_ranges - 1].begin <= args->q_start;
 }
 
 static s1f_status check_keys(const s1f_attention_args *args)
 {
-    if (args->kept_kv_grads < 0 || args->kept_kv_grads > args->q_start + args->segment_len)
+    int64_t tokens = args->q_start + args->segment_len;
+    if (args->kept_kv_grads < 0 || args->kept_kv_grads > tokens)
         return s1f_fail(S1F_ERR_ARG, "kept_kv_grads is %lld, must be among the %lld keys, or their number",
-                        (long long)args->kept_kv_grads, (long long)(args->q_start + args->segment_len));
-    if (args->shared_keys < 0 || args->shared_keys > args->q_start)
-        return s1f_fail(S1F_ERR_ARG, "shared_keys is %lld, must be from 0 to the segment's begin, which is %lld",
-                        (long long)args->shared_keys, (long long)args->q_start);
-    if (args->shared_keys > 0 && (args->window > 0 || args->slopes))
+                        (long long)args->kept_kv_grads, (long long)tokens);
+    if (args->shared_keys < 0 || args->shared_keys > args->q_start ||
+        (args->shared_keys > 0 && (args->window > 0 || args->slopes)))
         return s1f_fail(S1F_ERR_ARG,
-                        "siblings share %lld keys: a window or ALiBi would count distances across them. Give each "
-                        "sibling a segment of its own",
-                        (long long)args->shared_keys);
-    return args->ranges ? check_ranges(args) : S1F_OK;
+                        "shared_keys is %lld, must be from 0 to the segment's begin, which is %lld, and 0 beside a "
+                        "window or ALiBi",
+                        (long long)args->shared_keys, (long long)args->q_start);
+    if (args->ranges && !ranges_are_sound(args))
+        return s1f_fail(S1F_ERR_ARG,
+                        "the %d ranges of keys must have all keys up to %lld in order, none empty or from a negative "
+                        "row on, and those of the segment, from %lld on, in the last",
+                        (int)args->num_ranges, (long long)tokens, (long long)args->q_start);
+    return S1F_OK;
 }
 
 s1f_status s1f_attention_check(const s1f_attention_args *args)

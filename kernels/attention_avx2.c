@@ -5,13 +5,7 @@
 typedef __m256 vec;
 #define VEC_LANES 8
 #define TILE_VECS 2
-#define VEC_LOAD(p) _mm256_loadu_ps(p)
-#define VEC_STORE(p, x) _mm256_storeu_ps(p, x)
 #define VEC_ALL(s) _mm256_set1_ps(s)
-#define VEC_ADD(a, b) _mm256_add_ps(a, b)
-#define VEC_SUB(a, b) _mm256_sub_ps(a, b)
-#define VEC_MUL(a, b) _mm256_mul_ps(a, b)
-#define VEC_DIV(a, b) _mm256_div_ps(a, b)
 #define VEC_MAX(a, b) _mm256_max_ps(a, b)
 #define VEC_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define VEC_FIRST(x, n, other) _mm256_blendv_ps(other, x, first_lanes(n))

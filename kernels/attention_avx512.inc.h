@@ -4,13 +4,7 @@
 typedef __m512 vec;
 #define VEC_LANES 16
 #define TILE_VECS 4
-#define VEC_LOAD(p) _mm512_loadu_ps(p)
-#define VEC_STORE(p, x) _mm512_storeu_ps(p, x)
 #define VEC_ALL(s) _mm512_set1_ps(s)
-#define VEC_ADD(a, b) _mm512_add_ps(a, b)
-#define VEC_SUB(a, b) _mm512_sub_ps(a, b)
-#define VEC_MUL(a, b) _mm512_mul_ps(a, b)
-#define VEC_DIV(a, b) _mm512_div_ps(a, b)
 #define VEC_MAX(a, b) _mm512_max_ps(a, b)
 #define VEC_FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define VEC_FIRST(x, n, other) _mm512_mask_mov_ps(other, (__mmask16)((1u << (n)) - 1), x)

@@ -145,9 +145,9 @@ static void prepare_piece(const attention_job *job, const row_group *to, int64_t
     int64_t begin = piece * ROWS, dim = job->dim, v_dim = job->v_dim, first = g * job->rows + begin;
     int64_t batch = kv_head / args->kv_heads, head = kv_head % args->kv_heads * group_of(args) + g;
     int64_t rows = s1f_min(ROWS, job->rows - begin), count = s1f_min(rows, args->segment_len - begin);
-    source_rows q = rows_of(args, args->q, args->q_strides, batch, head, begin, count);
-    source_rows dout = v_rows_of(args, args->dout, args->dout_strides, batch, head, begin, count);
-    source_rows out = v_rows_of(args, args->out, args->out_strides, batch, head, begin, count);
+    source_rows q = rows_of(args, args->q, args->q_strides, args->head_dim, batch, head, begin, count);
+    source_rows dout = rows_of(args, args->dout, args->dout_strides, args->v_head_dim, batch, head, begin, count);
+    source_rows out = rows_of(args, args->out, args->out_strides, args->v_head_dim, batch, head, begin, count);
     fetch_rows(&q);
     fetch_rows(&dout);
     fetch_rows(&out);
@@ -323,13 +323,13 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
         if (left <= 0)
             break;
         int64_t at = from * PITCH + key, row = first / PER_OPERAND + from;
-        multiply_add_transposed(b->dv + key * v_dim, b->p + at, PITCH, of->dout_across + row * v_dim, left, v_dim);
-        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, of->q_across + row * dim, left, dim);
+        multiply_add(b->dv + key * v_dim, b->p + at, 1, PITCH, of->dout_across + row * v_dim, left, v_dim);
+        multiply_add(b->dk + key * dim, b->ds + at, 1, PITCH, of->q_across + row * dim, left, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         if (r + TILE_ROWS < rows)
             fetch_bytes(of->dq + (first + r + TILE_ROWS) * dim, TILE_ROWS * dim * (int64_t)sizeof *of->dq);
-        multiply_add(of->dq + (first + r) * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND,
+        multiply_add(of->dq + (first + r) * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND, 1,
                      b->k_across, depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
     }
 }

@@ -111,32 +111,23 @@ static int64_t num_workers(const attention_job *job, int32_t num_threads)
 
 /* ---- rows of a block ---- */
 
-/* The first is for q, the second for out and dout. */
-static source_rows rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
-                           int64_t head, int64_t row, int64_t count)
+/* Rows of a tensor whose heads are `dim` wide. */
+static source_rows rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t dim,
+                           int64_t batch, int64_t head, int64_t row, int64_t count)
 {
     return (source_rows){.x = x,
                          .at = s1f_at(strides, batch, head, row),
                          .stride = strides.row,
                          .count = count,
-                         .n = args->head_dim,
+                         .n = dim,
                          .dtype = args->dtype};
 }
 
-static source_rows v_rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
-                             int64_t head, int64_t row, int64_t count)
-{
-    source_rows rows = rows_of(args, x, strides, batch, head, row, count);
-    rows.n = args->v_head_dim;
-    return rows;
-}
-
-/* Keys [key, key + count) of k or v, whose heads are `dim` wide. */
+/* Keys [key, key + count) of k or v. */
 static source_rows keys_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t dim,
                            int64_t batch, int64_t kv_head, int64_t key, int64_t count)
 {
-    source_rows all = rows_of(args, x, strides, batch, kv_head, 0, args->q_start + args->segment_len);
-    all.n = dim;
+    source_rows all = rows_of(args, x, strides, dim, batch, kv_head, 0, args->q_start + args->segment_len);
     all.args = args->ranges ? args : NULL;
     return part_of(&all, key, count);
 }

@@ -103,7 +103,7 @@ static void forward_block(const attention_job *job, const exponent_rule *rule, i
                 for (int64_t c = 0; c < v_dim; c += VEC_LANES)
                     VEC_STORE(out + row * v_dim + c, VEC_MUL(VEC_LOAD(out + row * v_dim + c), VEC_ALL(shrink)));
         }
-        multiply_add(out + r * v_dim, s + r * PITCH, PITCH, v, depth_of(until), v_dim);
+        multiply_add(out + r * v_dim, s + r * PITCH, PITCH, 1, v, depth_of(until), v_dim);
     }
 }
 
@@ -145,7 +145,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     for (int64_t r = 0; r < chunk; r++)
         highest[r] = LOWEST;
     for (int64_t g = 0; g < group; g++) {
-        source_rows from = rows_of(args, args->q, args->q_strides, batch, kv_head * group + g, first_row, num_rows);
+        source_rows from =
+            rows_of(args, args->q, args->q_strides, args->head_dim, batch, kv_head * group + g, first_row, num_rows);
         pack_rows(&from, rows, dim, q + g * rows * job->depth);
     }
 

@@ -2,8 +2,8 @@
  *
  * Included by attention_blocked.inc.h. Before it, the file of the instruction set defines
  *   vec, VEC_LANES, TILE_VECS          a vector of floats; its length; vectors of a micro-tile's row
- *   VEC_LOAD(p) VEC_STORE(p, x)        unaligned
- *   VEC_ALL(s) VEC_ADD VEC_SUB VEC_MUL VEC_DIV VEC_MAX(a, b)   max: b where either is NaN
+ *   VEC_ALL(s)                         s in all lanes
+ *   VEC_MAX(a, b)                      b where either is NaN
  *   VEC_FMA(a, b, c)                   a b + c
  *   VEC_FIRST(x, n, other)             x in the first n lanes, 0 <= n <= VEC_LANES, and other in the rest
  *   VEC_HIGHEST(x)                     the largest lane
@@ -21,6 +21,15 @@
 #if defined(__SSE__)
 #include <immintrin.h>
 #endif
+
+/* The compiler's own operations, of vectors of any length; and memory that need not be aligned. */
+typedef vec vec_in_memory __attribute__((aligned(4), may_alias));
+#define VEC_LOAD(p) ((vec)*(const vec_in_memory *)(const void *)(p))
+#define VEC_STORE(p, x) (*(vec_in_memory *)(void *)(p) = (x))
+#define VEC_ADD(a, b) ((a) + (b))
+#define VEC_SUB(a, b) ((a) - (b))
+#define VEC_MUL(a, b) ((a) * (b))
+#define VEC_DIV(a, b) ((a) / (b))
 
 #ifndef OPERAND_PAIRS
 #define OPERAND_PAIRS 0
@@ -102,30 +111,15 @@ static void multiply_panel(float *c, int64_t c_row, const operand *a, int64_t a_
     }
 }
 
-/* C += A B over `dim` columns, a multiple of VEC_LANES; B has rows of `dim`. The columns are dealt out evenly, so that
- * no tile is left too narrow to hide the latency of its sums. */
-static void multiply_add(float *c, const operand *a, int64_t a_row, const operand *b, int64_t depth, int64_t dim)
+/* C += A B over `dim` columns, a multiple of VEC_LANES; B has rows of `dim`, and A[r][k] = a[r a_row + k a_k]. The
+ * columns are dealt out evenly, so that no tile is left too narrow to hide the latency of its sums. */
+ALWAYS_INLINE void multiply_add(float *c, const operand *a, int64_t a_row, int64_t a_k, const operand *b, int64_t depth,
+                                int64_t dim)
 {
     int64_t left = dim / VEC_LANES;
     for (int64_t tiles = (left + TILE_VECS - 1) / TILE_VECS; tiles > 0; tiles--) {
         int64_t vecs = (left + tiles - 1) / tiles;
-#define CALL(width) multiply_tile(c, dim, a, a_row, 1, b, dim, depth, 1, width)
-        BY_WIDTH(vecs, CALL)
-#undef CALL
-        c += vecs * VEC_LANES;
-        b += vecs * VEC_LANES;
-        left -= vecs;
-    }
-}
-
-/* Multiplies with A transposed: A[r][k] = a[k a_k + r]. */
-static void multiply_add_transposed(float *c, const operand *a, int64_t a_k, const operand *b, int64_t depth,
-                                    int64_t dim)
-{
-    int64_t left = dim / VEC_LANES;
-    for (int64_t tiles = (left + TILE_VECS - 1) / TILE_VECS; tiles > 0; tiles--) {
-        int64_t vecs = (left + tiles - 1) / tiles;
-#define CALL(width) multiply_tile(c, dim, a, 1, a_k, b, dim, depth, 1, width)
+#define CALL(width) multiply_tile(c, dim, a, a_row, a_k, b, dim, depth, 1, width)
         BY_WIDTH(vecs, CALL)
 #undef CALL
         c += vecs * VEC_LANES;

@@ -5,13 +5,7 @@
 typedef float32x4_t vec;
 #define VEC_LANES 4
 #define TILE_VECS 4
-#define VEC_LOAD(p) vld1q_f32(p)
-#define VEC_STORE(p, x) vst1q_f32(p, x)
 #define VEC_ALL(s) vdupq_n_f32(s)
-#define VEC_ADD(a, b) vaddq_f32(a, b)
-#define VEC_SUB(a, b) vsubq_f32(a, b)
-#define VEC_MUL(a, b) vmulq_f32(a, b)
-#define VEC_DIV(a, b) vdivq_f32(a, b)
 #define VEC_MAX(a, b) greater(a, b)
 #define VEC_FMA(a, b, c) vfmaq_f32(c, a, b)
 #define VEC_FIRST(x, n, other) vbslq_f32(first_lanes(n), x, other)

@@ -1,20 +1,13 @@
 /* attention_portable.c - blocked attention in the compiler's own vectors of 4 floats, for any machine: micro-tiles of
  * 6 x 8 fit the 16 registers that SSE2 and NEON have at least. */
 #include <stdint.h>
-#include <string.h>
 
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t vec_bits __attribute__((vector_size(16)));
 typedef uint32_t vec_unsigned __attribute__((vector_size(16)));
 #define VEC_LANES 4
 #define TILE_VECS 2
-#define VEC_LOAD(p) load_vec(p)
-#define VEC_STORE(p, x) store_vec(p, x)
 #define VEC_ALL(s) ((vec){s, s, s, s})
-#define VEC_ADD(a, b) ((a) + (b))
-#define VEC_SUB(a, b) ((a) - (b))
-#define VEC_MUL(a, b) ((a) * (b))
-#define VEC_DIV(a, b) ((a) / (b))
 #define VEC_MAX(a, b) choose((a) > (b), a, b)
 #define VEC_FMA(a, b, c) ((a) * (b) + (c))
 #define VEC_FIRST(x, n, other) choose((vec_bits){0, 1, 2, 3} < (int32_t)(n), x, other)
@@ -29,18 +22,6 @@ typedef uint32_t vec_unsigned __attribute__((vector_size(16)));
         (part) = clamped_ - VEC_SUB(whole, VEC_ALL(0x1.8p23f));                                                        \
     } while (0)
 #define VEC_EXP2_JOIN(p, whole) ((p) * (vec)(((vec_unsigned)(whole) + 127) << 23))
-
-static inline vec load_vec(const float *p)
-{
-    vec x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-static inline void store_vec(float *p, vec x)
-{
-    memcpy(p, &x, sizeof x);
-}
 
 static inline vec choose(vec_bits which, vec yes, vec no)
 {

@@ -9,7 +9,7 @@ SLOW = (
     *("front/test_examples.py", "transport/test_meeting.py", "front/test_docs.py::test_page"),
     *("transport/test_restarts.py", "front/test_benchmarks.py", "transport/test_machines.py"),
     *("engine/test_engine_compile.py", "front/test_gpu_benchmark.py", "view/test_explorer.py", "view/test_page.py"),
-    *("transport/test_launch.py", "engine/test_exit.py", "device/test_edge_proof.py", "device/test_memory_cap.py"),
+    *("transport/test_launch.py", "engine/test_exit.py", "device/test_edge_proof.py"),
     "fuzz/test_fuzz_corpus.py::test_inputs_of_the_targets_in_c",
     "faults/test_faults.py::test_faults",
     "engine/test_offload.py::test_killed_at_any_moment_nothing_is_left",

@@ -4,24 +4,20 @@
  * an end its control edge and watchdog. */
 #include "binding.h"
 
-#include "../device/copy_end.h"
-#include "../device/edge_proof.h"
-#include "../device/nccl_end.h"
+#include "../device/device_end.h"
 #include "../run/executor.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static int64_t make_room(void *function)
+static void make_room(void *function)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *left = PyObject_CallNoArgs(function);
-    int64_t bytes = left == NULL ? -1 : PyLong_AsLongLong(left);
-    if (PyErr_Occurred())
+    PyObject *none = PyObject_CallNoArgs(function);
+    if (none == NULL)
         PyErr_WriteUnraisable(function);
-    Py_XDECREF(left);
+    Py_XDECREF(none);
     PyGILState_Release(state);
-    return bytes;
 }
 
 S1F_METHOD(PyObject *, device_create, s1f_path, driver, int32_t, ordinal, PyObject *, make_room_of)
@@ -113,12 +109,12 @@ S1F_METHOD(PyObject *, edge_proof_send, s1f_edge_end *, end, void *, data, int64
     return status == S1F_OK ? PyFloat_FromDouble((double)ns * 1e-9) : s1f_raise(status);
 }
 
-S1F_METHOD(PyObject *, edge_proof_receive, s1f_edge_end *, end, int64_t, bytes)
+S1F_METHOD(PyObject *, edge_proof_receive, s1f_edge_end *, end)
 {
     const void *data;
     int64_t ns;
     s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_edge_proof_receive(end, bytes, &data, &ns));
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_receive(end, &data, &ns));
     return status == S1F_OK ? Py_BuildValue("Nd", PyLong_FromVoidPtr((void *)(uintptr_t)data), (double)ns * 1e-9)
                             : s1f_raise(status);
 }
@@ -128,7 +124,7 @@ S1F_CORE_WAITS(s1f_status, edge_proof_end, s1f_edge_end *, end)
 PyMethodDef s1f_device_methods[] = {
     S1F_ROW(device_create,
             "A GPU by the CUDA driver's library; None: the system's. make_room_of: gives back memory of it, where "
-            "that is short, and returns how many bytes of others' stay free."),
+            "that is short."),
     S1F_ROW(device_begin_step, "The CUstream on which the next step's units compute."),
     S1F_ROW(device_restart_unit, "The unit that runs begins only now."),
     S1F_ROW(device_end_unit, "All work of the unit has been started."),

@@ -1,30 +1,24 @@
 /* copy_end.c - moving payloads by copies between GPUs' memories. */
-#include "copy_end.h"
+#include "device_end.h"
 
 #include "../run/arena.h"
 
 #include <time.h>
 
-typedef struct { /* in a place, behind the header: written by the receiver before POST */
+typedef struct { /* in a place, behind the header */
+    /* Written by the receiver before POST. */
     s1f_cu_handle memory, freed;
     int64_t capacity;
     uint64_t generation; /* of the memory: 0 before there is any */
-} posted_note;
-
-typedef struct { /* behind that: written by the sender before the header */
+    /* Written by the sender before the header. */
     s1f_cu_handle copied;
-} sent_note;
+} place_note;
 
-typedef struct {
-    posted_note posted;
-    sent_note sent;
-} place_notes;
+_Static_assert(sizeof(s1f_message) + sizeof(place_note) <= S1F_HEADER_BYTES, "the note fits behind the header");
 
-_Static_assert(sizeof(s1f_message) + sizeof(place_notes) <= S1F_HEADER_BYTES, "the notes fit behind the header");
-
-static place_notes *notes_of(s1f_device_end *end, int32_t place)
+static place_note *note_of(s1f_device_end *end, int32_t place)
 {
-    return (place_notes *)((char *)s1f_arena_place(end->control, place) + S1F_HEADER_BYTES - sizeof(place_notes));
+    return (place_note *)((char *)s1f_arena_place(end->control, place) + S1F_HEADER_BYTES - sizeof(place_note));
 }
 
 /* The other end's event, opened once. */
@@ -39,7 +33,7 @@ static s1f_status copy_post(s1f_device_end *end, int32_t number)
 {
     const s1f_driver *driver = end->device->driver;
     s1f_device_place *place = &end->places[number];
-    posted_note *note = &notes_of(end, number)->posted;
+    place_note *note = note_of(end, number);
     s1f_status status = s1f_device_place_grow(end, place, end->largest);
     int is_new = place->capacity > 0 && place->generation != note->generation;
     if (status == S1F_OK && is_new)
@@ -55,7 +49,7 @@ static s1f_status copy_post(s1f_device_end *end, int32_t number)
 static s1f_status copy_receive(s1f_device_end *end, int32_t number)
 {
     s1f_cu_event *copied = &end->places[number].copied;
-    S1F_TRY(find_event(end, notes_of(end, number)->sent.copied, copied));
+    S1F_TRY(find_event(end, note_of(end, number)->copied, copied));
     return S1F_CU(end->device->driver, stream_wait_event, end->stream, *copied, 0);
 }
 
@@ -71,7 +65,7 @@ static void close_target(s1f_device_end *end, s1f_device_place *place)
 }
 
 /* The receiver's place, opened here once per memory that it has had. */
-static s1f_status find_target(s1f_device_end *end, const posted_note *note, s1f_device_place *place)
+static s1f_status find_target(s1f_device_end *end, const place_note *note, s1f_device_place *place)
 {
     const s1f_driver *driver = end->device->driver;
     S1F_TRY(find_event(end, note->freed, &place->freed));
@@ -88,18 +82,18 @@ static s1f_status copy_prepare_send(s1f_device_end *end, int64_t sequence, int32
 {
     const s1f_driver *driver = end->device->driver;
     S1F_TRY(s1f_arena_wait_posted(end->control, sequence));
-    place_notes *notes = notes_of(end, number);
+    place_note *note = note_of(end, number);
     s1f_device_place *place = &end->places[number];
-    message->on_device = message->payload_bytes <= notes->posted.capacity;
+    message->on_device = message->payload_bytes <= note->capacity;
     if (!message->on_device)
         return S1F_OK;
     if (message->payload_bytes > 0)
-        S1F_TRY(find_target(end, &notes->posted, place));
+        S1F_TRY(find_target(end, note, place));
     if (place->copied == NULL) {
         S1F_TRY(S1F_CU(driver, event_create, &place->copied, S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS));
         S1F_TRY(S1F_CU(driver, ipc_export_event, &place->name, place->copied));
     }
-    notes->sent.copied = place->name;
+    note->copied = place->name;
     return S1F_OK;
 }
 

@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { CLOCK_READINGS = 5 }; /* to join two clocks; the closest counts */
-
 s1f_status s1f_device_enter(const s1f_device *device)
 {
     return S1F_CU(device->driver, context_push, device->context);
@@ -44,7 +42,6 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
     if (device == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a device");
     device->driver = driver;
-    device->ordinal = ordinal;
     s1f_status status = S1F_CU(driver, device_get, &device->device, ordinal);
     if (status == S1F_OK)
         status = S1F_CU(driver, context_retain, &device->context, device->device);
@@ -159,33 +156,17 @@ static s1f_status elapsed_ns(const s1f_device *device, s1f_cu_event event, int64
     return status;
 }
 
-/* Records an event on the idle stream and looks until it is seen: it happened between two readings of the host's
- * clock. */
-static s1f_status join_clocks(s1f_device *device, int64_t *closest_ns)
-{
-    int64_t before = s1f_now_ns(), since;
-    s1f_cu_result seen;
-    S1F_TRY(record(device, device->last));
-    do {
-        seen = device->driver->event_query(device->last);
-    } while (seen == S1F_CU_ERROR_NOT_READY);
-    int64_t after = s1f_now_ns();
-    S1F_TRY(s1f_driver_status(device->driver, seen, "cuEventQuery"));
-    S1F_TRY(elapsed_ns(device, device->last, &since));
-    if (after - before < *closest_ns) {
-        *closest_ns = after - before;
-        device->first_ns = before + (after - before) / 2 - since;
-    }
-    return S1F_OK;
-}
-
 s1f_status s1f_device_settle_times(s1f_device *device)
 {
-    int64_t closest_ns = INT64_MAX;
+    int64_t since = 0;
     S1F_TRY(s1f_device_enter(device));
-    s1f_status status = S1F_CU(device->driver, stream_synchronize, device->compute);
-    for (int i = 0; status == S1F_OK && i < CLOCK_READINGS; i++)
-        status = join_clocks(device, &closest_ns);
+    s1f_status status = record(device, device->last);
+    if (status == S1F_OK)
+        status = S1F_CU(device->driver, stream_synchronize, device->compute);
+    int64_t now = s1f_now_ns();
+    if (status == S1F_OK)
+        status = elapsed_ns(device, device->last, &since);
+    device->first_ns = now - since;
     return s1f_device_leave(device, status);
 }
 

@@ -2,8 +2,7 @@
  *
  * Times of units are timed events on the stream that computes: a unit's start comes after all that it waits for, its
  * end after all that it has started. Nothing waits for them within a step. They are read after it, as nanoseconds of
- * the host's monotonic clock, so that ranks can be compared: an event that is recorded and seen at once joins the two
- * clocks. */
+ * the host's monotonic clock, so that ranks can be compared: an event for which the host waits joins the two clocks. */
 #ifndef S1F_DEVICE_H
 #define S1F_DEVICE_H
 
@@ -15,7 +14,6 @@ typedef struct { /* one unit of the step; events are made once and used again by
 
 typedef struct s1f_device {
     const s1f_driver *driver;
-    int32_t ordinal;
     int device; /* CUdevice */
     s1f_cu_context context;
     s1f_cu_stream compute;    /* the stream of the caller's kernels; NULL: the default stream */
@@ -28,8 +26,8 @@ typedef struct s1f_device {
     /* Work on the GPU does not end, as a copy for a peer that has died: to free or close anything there would wait for
      * that work, in a real driver for ever. So all memory there stays. */
     int32_t is_stuck;
-    /* Makes torch give back its free memory on the GPU; returns the free bytes that torch keeps. NULL: no torch. */
-    int64_t (*make_room)(void *context);
+    /* Makes torch give back its free memory on the GPU. NULL: no torch. */
+    void (*make_room)(void *context);
     void *room_context;
 } s1f_device;
 

@@ -4,16 +4,12 @@
 #include "../run/arena.h"
 
 #include <assert.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for transfers still under way at the end */
-/* NCCL enqueues a call of a nonblocking communicator in a thread of its own, in less time than a sleep takes. Until it
- * has, no event may be recorded on the stream (NCCL user guide, "Nonblocking Group Operation"). */
-static const int64_t ENQUEUE_NS = 200 * 1000;
 
 /* The GPU's context and the watchdog's lock, for calls that do not wait. */
 static s1f_status enter(s1f_device_end *end)
@@ -175,17 +171,16 @@ static int is_settled(void *context)
     return settled(context) != 0;
 }
 
+/* NCCL enqueues a call of a nonblocking communicator in a thread of its own. Until it has, no event may be recorded on
+ * the stream (NCCL user guide, "Nonblocking Group Operation"). */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence)
 {
     if (end->mover->settled == NULL)
         return S1F_OK;
     s1f_wait_reason reason = s1f_device_end_reason(end, purpose, sequence);
     S1F_TRY(s1f_device_enter(end->device));
-    for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
-        sched_yield();
-    s1f_status status = s1f_device_leave(end->device, s1f_device_end_wait(end, is_settled, &reason));
-    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_leave(end->device, s1f_device_end_wait(end, is_settled, &reason)));
+    S1F_TRY(enter(end));
     int found = end->mover->settled(end);
     return leave(end, found < 0 ? moved(end, found == -2, S1F_ERR_STATE) : S1F_OK);
 }
@@ -264,8 +259,9 @@ static s1f_status move_message(s1f_device_end *end, int64_t sequence, int32_t nu
     return end_transfer(end);
 }
 
-static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
+static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
 {
+    s1f_device_end *end = (s1f_device_end *)head;
     assert(sequence == end->started && number >= 0 && number < end->num_places);
     s1f_device_place *place = &end->places[number];
     S1F_TRY(end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload));
@@ -277,11 +273,6 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
         status = s1f_device_end_from_host(end, place);
     S1F_TRY(s1f_device_leave(end->device, status));
     return move_message(end, sequence, number, place->message, NULL);
-}
-
-static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
-{
-    return take((s1f_device_end *)head, sequence, number);
 }
 
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,

@@ -24,6 +24,7 @@
 
 #include "../core/schedule.h"
 #include "../run/p2p.h"
+#include "nccl.h"
 #include "watchdog.h"
 
 typedef struct s1f_device_end s1f_device_end;
@@ -80,7 +81,8 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
     int64_t staging_bytes;
-    int64_t proof_ns; /* not 0: the end proves itself (edge_proof.h): what fails is its own, each wait ends so soon */
+    int64_t
+        proof_ns; /* not 0: the end proves itself (s1f_edge_proof_post): what fails is its own, each wait ends so soon */
     int32_t is_aborted, is_finished, is_closed;
     int32_t is_leaked;           /* memory of the end on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */
@@ -123,5 +125,41 @@ s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *messag
 s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place);
 /* Gives back the memory of all places. Nothing is under way. */
 s1f_status s1f_device_end_free_places(s1f_device_end *end);
+
+/* The mover whose sender's copy engine writes straight into the receiver's places: ranks of one host, on one GPU or on
+ * several. No multiprocessor takes part, and no transfer waits for another one's start.
+ *
+ * With POST the receiver says where the place is; with the header the sender says which event ends the copy: both by
+ * CUDA's IPC handles, which a driver opens in another process only. A message that is larger than its place (in the
+ * first step of a shape) goes through host memory, and the place has grown when it is posted again. The control edge is
+ * over an arena that both ranks map (s1f_arena_end_create). */
+extern const s1f_mover s1f_copy_mover;
+
+/* An end that moves by NCCL: a communicator of two ranks, and a stream, per directed edge. NCCL's sends and receives
+ * need each other (rendezvous), so the program has to have RECEIVEs (receives.h). Starts to create the communicator and
+ * returns at once; s1f_device_end_settle waits for it, and for the peer. So all ends of a rank can be created before any
+ * is connected, and no order among edges is needed. id: the same 128 bytes at both ends, used once. */
+s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,
+                               s1f_watchdog *watchdog, s1f_edge_end **out);
+
+/* The message by which an edge proves itself at set-up, before any other depends on it (edge_proof.c).
+ *
+ * It goes over the edge as those of a step do. Until `end` nothing that fails is told to the group: a refusal and a
+ * transfer that does not end are this end's alone (S1F_ERR_STATE, _MEMORY), and the ranks then agree on another mover.
+ * A peer that dies, or a rank that fails, ends all as in a step.
+ *
+ * The order of the calls, which both ends keep; between two lines the ranks exchange whether all went well:
+ *     post                  receiver
+ *     send, receive         a one-sided mover's send first, else both at once
+ *     end                   the sender's first; after an error the ends are closed instead
+ *
+ * A step has begun (s1f_group_begin_step, s1f_device_begin_step), and the end's watchdog has a limit for proofs. */
+s1f_status s1f_edge_proof_post(s1f_edge_end *end, int64_t bytes);
+/* Both return once the transfer has ended on this side, with its nanoseconds. data: on the GPU; it may be
+ * freed after that, or once the end is closed and keeps nothing. */
+s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t bytes, int64_t *ns);
+s1f_status s1f_edge_proof_receive(s1f_edge_end *end, const void **data, int64_t *ns);
+/* From here on failures are the group's again. Gives back what places hold, and what was opened of the peer's. */
+s1f_status s1f_edge_proof_end(s1f_edge_end *end);
 
 #endif

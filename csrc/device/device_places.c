@@ -24,9 +24,8 @@ static s1f_status allocate(const s1f_device *device, int64_t bytes, s1f_cu_addre
     s1f_status status = S1F_CU(device->driver, memory_allocate, address, (size_t)bytes);
     if (status != S1F_ERR_MEMORY || device->make_room == NULL)
         return status;
-    int64_t held = device->make_room(device->room_context);
-    status = S1F_CU(device->driver, memory_allocate, address, (size_t)bytes);
-    return status == S1F_OK ? S1F_OK : s1f_fail_prefixed(status, "torch still holds %lld free: ", (long long)held);
+    device->make_room(device->room_context);
+    return S1F_CU(device->driver, memory_allocate, address, (size_t)bytes);
 }
 
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes)

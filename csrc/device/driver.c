@@ -23,13 +23,11 @@ static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
 static s1f_status bind_symbols(const s1f_library *library, const char *path, void *handle, void *table)
 {
-    for (size_t i = 0; i < library->num_symbols; i++) {
-        const s1f_symbol *symbol = &library->symbols[i];
-        void *function = dlsym(handle, symbol->symbol);
-        if (function == NULL)
-            return s1f_fail(S1F_ERR_STATE, "%s has no %s: it is too old, or another library", path, symbol->symbol);
-        memcpy((char *)table + symbol->offset, &function, sizeof function);
-    }
+    void **functions = table;
+    for (size_t i = 0; i < library->num_symbols; i++)
+        if ((functions[i] = dlsym(handle, library->symbols[i])) == NULL)
+            return s1f_fail(S1F_ERR_STATE, "%s has no %s: it is too old, or another library", path,
+                            library->symbols[i]);
     return library->check == NULL ? S1F_OK : library->check(handle, table);
 }
 
@@ -73,15 +71,10 @@ s1f_status s1f_library_load(const s1f_library *library, const char *path, const 
 
 s1f_status s1f_driver_load(const char *path, const s1f_driver **out)
 {
-    static const s1f_symbol symbols[] = {
-#define S1F_SYMBOL(name, symbol, arguments) {#symbol, offsetof(s1f_driver, name)},
-        S1F_DRIVER_FUNCTIONS(S1F_SYMBOL)
-#undef S1F_SYMBOL
-    };
     static const s1f_library library = {.name = "CUDA driver",
                                         .default_path = "libcuda.so.1",
-                                        .symbols = symbols,
-                                        .num_symbols = sizeof symbols / sizeof symbols[0],
+                                        .symbols = (const char *const *)&s1f_driver_symbols,
+                                        .num_symbols = sizeof s1f_driver_symbols / sizeof(char *),
                                         .table_bytes = sizeof **out};
     const void *table;
     S1F_TRY(s1f_library_load(&library, path, &table));

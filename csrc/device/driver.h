@@ -82,16 +82,12 @@ s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, con
 
 void s1f_driver_event_destroy(const s1f_driver *driver, s1f_cu_event event); /* NULL is fine */
 
-/* A library that is loaded once per process and path and never unloaded, and the table of its functions: for driver.c
- * and nccl.c. */
+/* A library that is loaded once per process and path and never unloaded, and the table of its functions, which begins
+ * with their pointers: for driver.c and nccl.c. */
 typedef struct {
-    const char *symbol;
-    size_t offset; /* of the pointer in the table */
-} s1f_symbol;
-typedef struct {
-    const char *name;         /* "NCCL", for errors */
-    const char *default_path; /* for the loader, unless the process has it already */
-    const s1f_symbol *symbols;
+    const char *name;           /* "NCCL", for errors */
+    const char *default_path;   /* for the loader, unless the process has it already */
+    const char *const *symbols; /* of the functions, in the table's order */
     size_t num_symbols, table_bytes;
     s1f_status (*check)(void *library, void *table); /* once, when the functions are there; or NULL */
 } s1f_library;

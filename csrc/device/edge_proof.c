@@ -1,5 +1,5 @@
 /* edge_proof.c - one message over an edge between GPUs that nobody depends on. */
-#include "edge_proof.h"
+#include "device_end.h"
 
 static int header_has_come(void *end)
 {
@@ -39,7 +39,7 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *head, const void *data, int64_t byt
     return S1F_OK;
 }
 
-s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t bytes, const void **data, int64_t *ns)
+s1f_status s1f_edge_proof_receive(s1f_edge_end *head, const void **data, int64_t *ns)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     const s1f_message *message;
@@ -50,10 +50,7 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t bytes, const void 
     S1F_TRY(wait_until(end, is_over, "its transfer has been under way"));
     S1F_TRY(s1f_p2p_wait(head, 0, 0, &message, data));
     *ns = s1f_now_ns() - began;
-    if (message->payload_bytes == bytes)
-        return S1F_OK;
-    return s1f_fail(S1F_ERR_STATE, "a message of %lld bytes arrived, %lld were sent", (long long)message->payload_bytes,
-                    (long long)bytes);
+    return S1F_OK;
 }
 
 s1f_status s1f_edge_proof_end(s1f_edge_end *head)

@@ -23,11 +23,9 @@ static s1f_status check_version(void *library, void *functions)
 
 s1f_status s1f_nccl_load(const char *path, const s1f_nccl **out)
 {
-    static const s1f_symbol symbols[] = {
-#define S1F_SYMBOL(type, name, symbol, arguments) {#symbol, offsetof(s1f_nccl, name)},
-        S1F_NCCL_FUNCTIONS(S1F_SYMBOL)
-#undef S1F_SYMBOL
-    };
+#define S1F_NAME(type, name, symbol, arguments) #symbol,
+    static const char *const symbols[] = {S1F_NCCL_FUNCTIONS(S1F_NAME)};
+#undef S1F_NAME
     static const s1f_library library = {.name = "NCCL",
                                         .default_path = "libnccl.so.2",
                                         .symbols = symbols,

@@ -5,7 +5,6 @@
 #include "../core/status.h"
 #include "driver.h"
 
-#include <limits.h>
 #include <stdint.h>
 
 enum {
@@ -28,13 +27,6 @@ typedef struct { /* ncclConfig_t as NCCL 2.18 lays it out: newer libraries fill 
     const char *net_name;
     int32_t split_share;
 } s1f_nccl_config;
-
-#define S1F_NCCL_CONFIG                                                                                                \
-    {                                                                                                                  \
-        .size = sizeof(s1f_nccl_config), .magic = 0xcafebeef, .version = 21800, .blocking = INT_MIN,                   \
-        .cga_cluster_size = INT_MIN, .min_ctas = INT_MIN, .max_ctas = INT_MIN, .net_name = NULL,                       \
-        .split_share = INT_MIN                                                                                         \
-    }
 
 #define S1F_NCCL_FUNCTIONS(X)                                                                                          \
     X(int32_t, get_version, ncclGetVersion, (int *version))                                                            \

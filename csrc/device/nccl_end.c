@@ -1,7 +1,7 @@
 /* nccl_end.c - moving payloads by ncclSend and ncclRecv over nonblocking communicators. */
-#include "nccl_end.h"
+#include "device_end.h"
 
-#include <stdlib.h>
+#include <limits.h>
 
 enum { SENDER = 0, RECEIVER = 1 }; /* ranks in an edge's communicator */
 
@@ -75,10 +75,16 @@ s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_
     if (status == S1F_OK && (status = s1f_device_enter(base->device)) == S1F_OK) {
         nccl_end *end = (nccl_end *)base;
         end->nccl = nccl;
-        s1f_nccl_config config = S1F_NCCL_CONFIG;
-        config.blocking = 0; /* a first transfer connects to a peer that may be gone: abortable only so */
-        config.min_ctas = 1;
-        config.max_ctas = 2; /* a receive that waits for its sender holds these */
+        s1f_nccl_config config = {
+            .size = sizeof config,
+            .magic = 0xcafebeef,
+            .version = 21800,
+            .blocking = 0, /* a first transfer connects to a peer that may be gone: abortable only so */
+            .cga_cluster_size = INT_MIN,
+            .min_ctas = 1,
+            .max_ctas = 2, /* a receive that waits for its sender holds these */
+            .split_share = INT_MIN,
+        };
         status = checked(end, nccl->comm_init(&end->comm, 2, *id, base->head.is_receiver ? RECEIVER : SENDER, &config),
                          "ncclCommInitRankConfig");
         s1f_device_leave(base->device, status);

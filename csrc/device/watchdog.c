@@ -1,13 +1,12 @@
 /* watchdog.c - a thread that looks at every end's oldest transfer, 50 times a second. */
 #include "device_end.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-static const int64_t WATCH_PERIOD_NS = 20 * 1000 * 1000;
+static const struct timespec WATCH_PERIOD = {.tv_nsec = 20 * 1000 * 1000};
 
 /* Looks at an end's oldest transfer. */
 static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
@@ -78,14 +77,14 @@ static void *watch(void *context)
     watchdog->device->driver->capture_mode(&relaxed);
     pthread_mutex_lock(&watchdog->lock);
     while (!watchdog->is_ending) {
-        int64_t now = s1f_now_ns(), then = now + WATCH_PERIOD_NS;
+        int64_t now = s1f_now_ns();
         for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
             watch_end(watchdog, end, now);
         if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
             end_step(watchdog);
-        struct timespec until = {.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
-        while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
-            continue;
+        pthread_mutex_unlock(&watchdog->lock);
+        nanosleep(&WATCH_PERIOD, NULL);
+        pthread_mutex_lock(&watchdog->lock);
     }
     pthread_mutex_unlock(&watchdog->lock);
     s1f_device_leave(watchdog->device, S1F_OK);
@@ -100,16 +99,11 @@ s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t pro
     watchdog->group = group;
     watchdog->device = device;
     watchdog->proof_ns = proof_ns;
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_mutex_init(&watchdog->lock, NULL);
-    pthread_cond_init(&watchdog->ending, &attributes);
-    pthread_condattr_destroy(&attributes);
     int error = pthread_create(&watchdog->thread, NULL, watch, watchdog);
-    watchdog->has_thread = error == 0;
     if (error != 0) {
-        s1f_watchdog_free(watchdog);
+        pthread_mutex_destroy(&watchdog->lock);
+        free(watchdog);
         return s1f_fail(S1F_ERR_SYSTEM, "no thread for the watchdog: %s", strerror(error));
     }
     *out = watchdog;
@@ -122,11 +116,8 @@ void s1f_watchdog_free(s1f_watchdog *watchdog)
         return;
     pthread_mutex_lock(&watchdog->lock);
     watchdog->is_ending = 1;
-    pthread_cond_signal(&watchdog->ending);
     pthread_mutex_unlock(&watchdog->lock);
-    if (watchdog->has_thread)
-        pthread_join(watchdog->thread, NULL);
-    pthread_cond_destroy(&watchdog->ending);
+    pthread_join(watchdog->thread, NULL);
     pthread_mutex_destroy(&watchdog->lock);
     free(watchdog);
 }

@@ -18,10 +18,9 @@ typedef struct s1f_watchdog { /* for device_end.c and watchdog.c alone */
     s1f_device *device;
     pthread_t thread;
     pthread_mutex_t lock; /* for the fields of ends that both threads touch, and for every call of a mover */
-    pthread_cond_t ending;
-    int32_t is_ending, has_thread;
+    int32_t is_ending;
     int64_t progress_ns;
-    int64_t proof_ns; /* not 0: its ends prove themselves first, each wait within so long (edge_proof.h) */
+    int64_t proof_ns; /* not 0: its ends prove themselves first, each wait within so long (device_end.h) */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 

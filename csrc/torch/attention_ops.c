@@ -18,10 +18,12 @@ static int has_shape(const s1f_op_tensor *t, const s1f_attention_args *args, int
            t->sizes[2] == args->segment_len && t->sizes[3] == head_dim;
 }
 
-/* What every attention op takes: q's shape, then the options, which follow the tensors in the order of the schema. */
-static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_tensor *slopes, s1f_op_tensor *docs,
+/* What every attention op takes: q's shape; slopes, document ids and sinks, which follow one another in the schema; and
+ * the numbers behind all tensors. */
+static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_tensor options[3],
                                   s1f_attention_args *args)
 {
+    s1f_op_tensor *slopes = &options[0], *docs = &options[1], *sinks = &options[2];
     S1F_TRY(s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q,
                            "must be (batch, heads, tokens, head_dim), none of them 0"));
     S1F_TRY(s1f_op_require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16 ||
@@ -45,9 +47,7 @@ static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_te
         S1F_TRY(s1f_op_require(slopes->dtype == S1F_FLOAT32 &&
                                    (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
                                "slopes", slopes, "must be (heads) or (batch, heads) of float32"));
-        int64_t strides[2];
-        s1f_row_major(slopes->ndim, slopes->sizes, strides);
-        S1F_TRY(s1f_op_restride(call, slopes, strides));
+        S1F_TRY(s1f_op_restride(call, slopes, NULL));
         args->slopes = slopes->data;
         args->slopes_batch_stride = per_batch ? args->heads : 0;
     }
@@ -55,6 +55,13 @@ static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_te
         S1F_TRY(s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch &&
                                    docs->sizes[1] == args->segment_len,
                                "doc_ids", docs, "must be (batch, tokens) of int32"));
+    if (sinks->numel > 0) {
+        S1F_TRY(s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
+                                   sinks->sizes[0] == args->heads,
+                               "sinks", sinks, "must be (heads) of float32, float64 for float64"));
+        S1F_TRY(s1f_op_restride(call, sinks, NULL));
+        args->sinks = sinks->data;
+    }
     return S1F_OK;
 }
 
@@ -75,8 +82,7 @@ static s1f_status take_keys(const s1f_op_tensor *k, const s1f_op_tensor *v, s1f_
 static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_tensor *out, s1f_op_tensor *lse,
                                s1f_attention_args *args)
 {
-    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
-    s1f_row_major(3, lse_sizes, lse_strides);
+    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len};
     S1F_TRY(
         s1f_op_require(has_shape(dout, args, args->heads, args->v_head_dim), "dout", dout, "must agree with q and v"));
     S1F_TRY(s1f_op_require(has_shape(out, args, args->heads, args->v_head_dim), "out", out, "must agree with q and v"));
@@ -85,26 +91,12 @@ static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_te
                            "lse", lse, "must be (batch, heads, tokens) of float32, float64 for float64"));
     S1F_TRY(s1f_op_unit_last_stride(call, dout));
     S1F_TRY(s1f_op_unit_last_stride(call, out));
-    S1F_TRY(s1f_op_restride(call, lse, lse_strides));
+    S1F_TRY(s1f_op_restride(call, lse, NULL));
     args->dout = dout->data;
     args->dout_strides = strides_of(dout);
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
-    return S1F_OK;
-}
-
-/* The heads' sinks, none if the tensor is empty. */
-static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, s1f_attention_args *args)
-{
-    int64_t stride = 1;
-    if (sinks->numel == 0)
-        return S1F_OK;
-    S1F_TRY(s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
-                               sinks->sizes[0] == args->heads,
-                           "sinks", sinks, "must be (heads) of float32, float64 for float64"));
-    S1F_TRY(s1f_op_restride(call, sinks, &stride));
-    args->sinks = sinks->data;
     return S1F_OK;
 }
 
@@ -126,9 +118,8 @@ static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *c
         return S1F_OK;
     if (cache != NULL)
         return s1f_kv_cache_scratch(cache, bytes, &context->scratch);
-    int64_t one = 1;
     s1f_op_tensor temporary = {0};
-    s1f_status status = s1f_op_new_temporary(call, S1F_UINT8, 1, &bytes, &one, &temporary);
+    s1f_status status = s1f_op_new_temporary(call, S1F_UINT8, 1, &bytes, NULL, &temporary);
     context->scratch = temporary.data;
     return status;
 }
@@ -156,11 +147,10 @@ static s1f_status new_output(s1f_op_call *call, int index, const s1f_attention_a
 
 static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
-    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
-    s1f_row_major(3, lse_sizes, lse_strides);
+    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len};
     s1f_op_tensor *out = &call->outputs[0], *lse = &call->outputs[1];
     S1F_TRY(new_output(call, 0, args, args->heads, args->v_head_dim));
-    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, lse_strides, lse));
+    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, NULL, lse));
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
@@ -170,9 +160,9 @@ static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_k
 static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
     s1f_op_tensor *dq = &call->outputs[0];
-    int64_t num_sinks = args->sinks != NULL ? args->heads : 0, stride = 1;
+    int64_t num_sinks = args->sinks != NULL ? args->heads : 0;
     S1F_TRY(new_output(call, 0, args, args->heads, args->head_dim));
-    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, &stride, &call->outputs[3]));
+    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, NULL, &call->outputs[3]));
     args->dq = dq->data;
     args->dq_strides = strides_of(dq);
     args->dsinks = call->outputs[3].data;
@@ -201,11 +191,9 @@ static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor 
     S1F_TRY(s1f_op_unit_last_stride(call, k));
     S1F_TRY(s1f_op_unit_last_stride(call, v));
     if (docs->numel > 0) {
-        int64_t strides[2];
-        s1f_row_major(2, docs->sizes, strides);
-        S1F_TRY(s1f_op_restride(call, docs, strides));
+        S1F_TRY(s1f_op_restride(call, docs, NULL));
         args->docs = docs->data;
-        args->docs_batch_stride = strides[0];
+        args->docs_batch_stride = args->segment_len;
     }
     args->k = k->data;
     args->k_strides = strides_of(k);
@@ -216,23 +204,20 @@ static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor 
 
 s1f_status s1f_op_causal_attention(s1f_op_call *call)
 {
-    s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *slopes = &t[3], *docs = &t[4];
+    s1f_op_tensor *t = call->inputs;
     s1f_attention_args args;
-    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
-    S1F_TRY(take_sinks(call, &t[5], &args));
-    S1F_TRY(take_whole(call, k, v, docs, &args));
+    S1F_TRY(start_arguments(call, &t[0], &t[3], &args));
+    S1F_TRY(take_whole(call, &t[1], &t[2], &t[4], &args));
     return run_forward(call, &args, NULL);
 }
 
 s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
 {
-    s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *k = &t[2], *v = &t[3], *out = &t[4], *lse = &t[5];
-    s1f_op_tensor *slopes = &t[6], *docs = &t[7], *dk = &call->outputs[1], *dv = &call->outputs[2];
+    s1f_op_tensor *t = call->inputs, *dk = &call->outputs[1], *dv = &call->outputs[2];
     s1f_attention_args args;
-    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
-    S1F_TRY(take_sinks(call, &t[8], &args));
-    S1F_TRY(take_whole(call, k, v, docs, &args));
-    S1F_TRY(take_results(call, dout, out, lse, &args));
+    S1F_TRY(start_arguments(call, &t[1], &t[6], &args));
+    S1F_TRY(take_whole(call, &t[2], &t[3], &t[7], &args));
+    S1F_TRY(take_results(call, &t[0], &t[4], &t[5], &args));
     S1F_TRY(new_key_gradients(call, &args));
 
     /* 16-bit gradients add up in fp32 and are rounded once. */
@@ -252,105 +237,83 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------- */
 
-static s1f_strides slab_strides(const s1f_attention_args *args, const s1f_kv_rows *rows, int64_t head_dim)
+static s1f_strides slab_strides(const s1f_segment *segment, int64_t head_dim)
 {
     int64_t strides[4];
-    s1f_slab_strides(args->kv_heads, rows->num_rows, head_dim, strides);
+    s1f_segment_strides(segment, head_dim, strides);
     return (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
 }
 
 /* The documents of the path's keys, (batch, keys) or of all rows alike: siblings of one unit are a document each, and
  * all see what comes before them. */
-static s1f_status take_path_documents(s1f_op_call *call, s1f_attention_args *args, const s1f_current_unit *unit,
-                                      int64_t key, const s1f_kv_rows *rows)
+static s1f_status take_path_documents(s1f_op_call *call, s1f_attention_args *args, const s1f_segment *segment)
 {
-    if (unit->num_parts > 1)
-        S1F_TRY(s1f_segment_check_parts(unit, key, args->window > 0 || args->slopes != NULL, args->batch, rows));
+    const s1f_current_unit *unit = segment->unit;
     int is_shared = unit->num_parts > 1;
-    int is_in_place = unit->num_ranges == 1 && unit->ranges[0].row == 0;
-    args->docs = rows->docs;
-    args->docs_batch_stride = rows->num_rows;
-    if (!is_shared && (rows->docs == NULL || is_in_place))
+    if (is_shared)
+        S1F_TRY(s1f_segment_check_parts(segment, args->window > 0 || args->slopes != NULL));
+    args->docs = segment->rows.docs;
+    args->docs_batch_stride = segment->rows.num_rows;
+    if (!is_shared && (args->docs == NULL || s1f_segment_is_in_place(segment)))
         return S1F_OK;
-    int64_t sizes[2] = {is_shared ? 1 : args->batch, unit->offset + unit->length}, strides[2];
+    int64_t sizes[2] = {is_shared ? 1 : args->batch, unit->offset + unit->length};
     s1f_op_tensor ids = {0};
-    s1f_row_major(2, sizes, strides);
-    S1F_TRY(s1f_op_new_temporary(call, S1F_INT32, 2, sizes, strides, &ids));
+    S1F_TRY(s1f_op_new_temporary(call, S1F_INT32, 2, sizes, NULL, &ids));
     args->docs = ids.data;
-    args->docs_batch_stride = is_shared ? 0 : strides[0];
+    args->docs_batch_stride = is_shared ? 0 : sizes[1];
     args->shared_keys = is_shared ? unit->offset : 0;
     if (is_shared)
-        s1f_segment_part_ids(unit, ids.data);
+        s1f_segment_part_ids(segment, ids.data);
     else
-        s1f_segment_gather_docs(unit, rows, args->batch, ids.data);
+        s1f_segment_gather_docs(segment, ids.data);
     return S1F_OK;
 }
 
-static s1f_status attend_to_rows(s1f_op_call *call, s1f_attention_args *args, const s1f_current_unit *unit, int64_t key,
-                                 const s1f_kv_rows *rows)
+static s1f_status attend_to_rows(s1f_op_call *call, s1f_attention_args *args, const s1f_segment *segment)
 {
-    args->q_start = unit->offset;
-    args->k = rows->k;
-    args->k_strides = slab_strides(args, rows, args->head_dim);
-    args->v = rows->v;
-    args->v_strides = slab_strides(args, rows, args->v_head_dim);
-    if (unit->num_ranges > 1 || unit->ranges[0].row != 0) {
-        args->ranges = unit->ranges;
-        args->num_ranges = unit->num_ranges;
+    args->q_start = segment->unit->offset;
+    args->k = segment->rows.k;
+    args->k_strides = slab_strides(segment, args->head_dim);
+    args->v = segment->rows.v;
+    args->v_strides = slab_strides(segment, args->v_head_dim);
+    if (!s1f_segment_is_in_place(segment)) {
+        args->ranges = segment->unit->ranges;
+        args->num_ranges = segment->unit->num_ranges;
     }
-    return take_path_documents(call, args, unit, key, rows);
+    return take_path_documents(call, args, segment);
 }
 
 s1f_status s1f_op_segment_attention(s1f_op_call *call)
 {
-    s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *layer = &t[3], *slopes = &t[4], *docs = &t[5];
+    s1f_op_tensor *t = call->inputs, *k = &t[1], *v = &t[2];
     s1f_attention_args args;
-    const s1f_current_unit *unit = NULL;
-    int64_t key = 0;
-    s1f_kv_rows rows;
-    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
-    S1F_TRY(take_sinks(call, &t[6], &args));
+    s1f_segment segment;
+    S1F_TRY(start_arguments(call, &t[0], &t[4], &args));
     S1F_TRY(take_keys(k, v, &args));
-    S1F_TRY(s1f_current_segment(layer, args.segment_len, &unit, &key));
-    s1f_layer_shape shape = {
-        .batch = args.batch,
-        .kv_heads = args.kv_heads,
-        .head_dim = args.head_dim,
-        .v_head_dim = args.v_head_dim,
-        .dtype = args.dtype,
-        .with_docs = docs->numel > 0,
-    };
-    S1F_TRY(s1f_segment_write(unit, key, &shape, k, v, docs, &rows));
-    S1F_TRY(attend_to_rows(call, &args, unit, key, &rows));
-    return run_forward(call, &args, unit->cache);
+    S1F_TRY(s1f_segment_forward(&t[3], k, v, &t[5], NULL, 0, &segment));
+    S1F_TRY(s1f_segment_write(&segment, k, v));
+    S1F_TRY(attend_to_rows(call, &args, &segment));
+    return run_forward(call, &args, segment.unit->cache);
 }
 
 s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
 {
-    s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *out = &t[2], *lse = &t[3], *layer = &t[4];
-    s1f_op_tensor *slopes = &t[5], *docs = &t[6];
+    s1f_op_tensor *t = call->inputs, *q = &t[1], *out = &t[2];
     s1f_attention_args args;
-    const s1f_current_unit *unit = NULL;
-    int64_t key = 0;
-    s1f_layer_shape shape;
-    s1f_kv_rows rows;
-    s1f_kv_grads grads;
-    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
-    S1F_TRY(take_sinks(call, &t[7], &args));
+    s1f_segment segment;
+    S1F_TRY(start_arguments(call, q, &t[5], &args));
     S1F_TRY(s1f_op_require(out->ndim == 4 && out->numel > 0, "out", out, "must agree with q and v"));
     args.v_head_dim = out->sizes[3];
-    S1F_TRY(take_results(call, dout, out, lse, &args));
-    S1F_TRY(s1f_current_segment(layer, args.segment_len, &unit, &key));
-    S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
+    S1F_TRY(take_results(call, &t[0], out, &t[3], &args));
     args.kv_heads = s1f_op_int(call->scalars[3]);
-    S1F_TRY(s1f_segment_check_layer(q, out, args.kv_heads, key, &shape));
+    S1F_TRY(s1f_segment_backward(&t[4], q, out, args.kv_heads, &segment));
 
-    S1F_TRY(attend_to_rows(call, &args, unit, key, &rows));
-    args.dk = grads.dk;
+    S1F_TRY(attend_to_rows(call, &args, &segment));
+    args.dk = segment.grads.dk;
     args.dk_strides = args.k_strides;
-    args.dv = grads.dv;
+    args.dv = segment.grads.dv;
     args.dv_strides = args.v_strides;
-    args.kept_kv_grads = grads.kept;
+    args.kept_kv_grads = segment.grads.kept;
     S1F_TRY(new_key_gradients(call, &args)); /* later segments went backward before, so they are complete */
-    return run_backward(call, &args, unit->cache);
+    return run_backward(call, &args, segment.unit->cache);
 }

@@ -44,28 +44,29 @@ static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int64_t 
 }
 
 /* Outputs `index` and the one after it: rows [begin, end) of k and v, or dk and dv. */
-static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int32_t dtype, const s1f_layer_shape *shape,
-                            int64_t begin, int64_t end, int64_t rows_per_head)
+static s1f_status view_pair(s1f_op_call *call, int index, const s1f_segment *segment, void *k, void *v, int32_t dtype,
+                            int64_t begin, int64_t end)
 {
+    const s1f_layer_shape *shape = &segment->shape;
     int64_t sizes[4] = {shape->batch, shape->kv_heads, end - begin, shape->head_dim}, strides[4];
-    s1f_slab_strides(shape->kv_heads, rows_per_head, shape->head_dim, strides);
+    s1f_segment_strides(segment, shape->head_dim, strides);
     S1F_TRY(view_rows(call, index, k, begin * shape->head_dim, dtype, 4, sizes, strides));
     sizes[3] = shape->v_head_dim;
-    s1f_slab_strides(shape->kv_heads, rows_per_head, shape->v_head_dim, strides);
+    s1f_segment_strides(segment, shape->v_head_dim, strides);
     return view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides);
 }
 
 /* Rows of a slab that are shown: up to the segment's last if the keys of its path lie in the first rows, else all. */
-static int64_t shown_rows(const s1f_current_unit *unit, const s1f_kv_rows *rows)
+static int64_t shown_rows(const s1f_segment *segment)
 {
-    return unit->num_ranges == 1 && unit->ranges[0].row == 0 ? unit->offset + unit->length : rows->num_rows;
+    return s1f_segment_is_in_place(segment) ? segment->unit->offset + segment->unit->length : segment->rows.num_rows;
 }
 
 /* (batch, rows shown), or (batch, 0) without document ids. */
-static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *rows, const s1f_layer_shape *shape,
-                            const s1f_current_unit *unit)
+static s1f_status view_docs(s1f_op_call *call, int index, const s1f_segment *segment)
 {
-    int64_t sizes[2] = {shape->batch, rows->docs != NULL ? shown_rows(unit, rows) : 0};
+    const s1f_kv_rows *rows = &segment->rows;
+    int64_t sizes[2] = {segment->shape.batch, rows->docs != NULL ? shown_rows(segment) : 0};
     int64_t strides[2] = {rows->num_rows, 1};
     return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, 0, S1F_INT32, 2, sizes, strides);
 }
@@ -73,9 +74,7 @@ static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *row
 s1f_status s1f_op_cache_write(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *k = &t[0], *v = &t[1], *docs = &t[2], *layer = &t[3];
-    const s1f_current_unit *unit = NULL;
-    int64_t key = 0;
-    s1f_kv_rows rows;
+    s1f_segment segment;
     S1F_TRY(s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->numel > 0 && v->dtype == k->dtype &&
                                memcmp(v->sizes, k->sizes, 3 * sizeof *k->sizes) == 0,
                            "k", k,
@@ -85,41 +84,27 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
                                                 docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
                            "doc_ids", docs, "must be (batch, tokens) of int32"));
     S1F_TRY(check_devices(call, 3));
-    S1F_TRY(s1f_current_segment(layer, k->sizes[2], &unit, &key));
-    s1f_layer_shape shape = {
-        .batch = k->sizes[0],
-        .kv_heads = k->sizes[1],
-        .head_dim = k->sizes[3],
-        .v_head_dim = v->sizes[3],
-        .dtype = k->dtype,
-        .with_docs = docs->numel > 0,
-        .memory = &torch_memory,
-        .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
-    };
-    int64_t begin = unit->row, end = unit->row + unit->length;
-    S1F_TRY(s1f_segment_rows(unit, key, &shape, docs, &rows));
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
-    S1F_TRY(view_docs(call, 2, &rows, &shape, unit));
-    return view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin, rows.is_written ? begin : end, rows.num_rows);
+    S1F_TRY(s1f_segment_forward(layer, k, v, docs, &torch_memory,
+                                (int64_t)k->device_type << 32 | (uint32_t)k->device_index, &segment));
+    const s1f_kv_rows *rows = &segment.rows;
+    int64_t begin = segment.unit->row, end = begin + (rows->is_written ? 0 : segment.unit->length);
+    S1F_TRY(view_pair(call, 0, &segment, rows->k, rows->v, k->dtype, 0, shown_rows(&segment)));
+    S1F_TRY(view_docs(call, 2, &segment));
+    return view_pair(call, 3, &segment, rows->k, rows->v, k->dtype, begin, end);
 }
 
 s1f_status s1f_op_cache_read(s1f_op_call *call)
 {
     const s1f_op_tensor *q = &call->inputs[0], *out = &call->inputs[1], *layer = &call->inputs[2];
-    const s1f_current_unit *unit = NULL;
-    int64_t key = 0;
-    s1f_layer_shape shape;
-    s1f_kv_rows rows;
-    s1f_kv_grads grads;
+    s1f_segment segment;
     S1F_TRY(s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)"));
     S1F_TRY(s1f_op_require(out->ndim == 4, "out", out, "must be (batch, heads, tokens, head_dim of v)"));
-    S1F_TRY(s1f_current_segment(layer, q->sizes[2], &unit, &key));
-    S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
-    S1F_TRY(s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape));
-    int64_t held = grads.kept, one = 1;
-    int32_t of_sums = s1f_dtype_of_sums(shape.dtype);
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
-    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
-    S1F_TRY(view_docs(call, 4, &rows, &shape, unit));
-    return view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one);
+    S1F_TRY(s1f_segment_backward(layer, q, out, s1f_op_int(call->scalars[0]), &segment));
+    const s1f_kv_grads *grads = &segment.grads;
+    int64_t held = grads->kept, one = 1, shown = shown_rows(&segment);
+    int32_t of_sums = s1f_dtype_of_sums(q->dtype);
+    S1F_TRY(view_pair(call, 0, &segment, segment.rows.k, segment.rows.v, q->dtype, 0, shown));
+    S1F_TRY(view_pair(call, 2, &segment, grads->dk, grads->dv, of_sums, 0, shown));
+    S1F_TRY(view_docs(call, 4, &segment));
+    return view_rows(call, 5, grads->dk, 0, of_sums, 1, &held, &one);
 }

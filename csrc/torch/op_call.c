@@ -26,9 +26,29 @@ static s1f_status describe(s1f_op_tensor *t)
     return S1F_OK;
 }
 
+void s1f_row_major(int64_t ndim, const int64_t *sizes, int64_t *strides)
+{
+    int64_t stride = 1;
+    for (int64_t i = ndim - 1; i >= 0; i--) {
+        strides[i] = stride;
+        stride *= sizes[i];
+    }
+}
+
+enum { MOST_DIMS = 4 }; /* of what the ops make */
+
+static const int64_t *strides_or_row_major(int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t *room)
+{
+    if (strides == NULL)
+        s1f_row_major(ndim, sizes, room);
+    return strides == NULL ? room : strides;
+}
+
 s1f_status s1f_op_new_tensor(int32_t dtype, int64_t ndim, const int64_t *sizes, const int64_t *strides,
                              s1f_op_tensor *out)
 {
+    int64_t room[MOST_DIMS];
+    strides = strides_or_row_major(ndim, sizes, strides, room);
     if (s1f_torch.aoti_torch_empty_strided(ndim, sizes, strides, s1f_dtype_to_torch(dtype), s1f_torch_device_cpu(), 0,
                                            &out->handle) != 0) {
         out->handle = NULL;
@@ -46,15 +66,6 @@ s1f_status s1f_op_new_temporary(s1f_op_call *call, int32_t dtype, int64_t ndim, 
     return status;
 }
 
-void s1f_row_major(int64_t ndim, const int64_t *sizes, int64_t *strides)
-{
-    int64_t stride = 1;
-    for (int64_t i = ndim - 1; i >= 0; i--) {
-        strides[i] = stride;
-        stride *= sizes[i];
-    }
-}
-
 void s1f_token_major(const int64_t sizes[4], int64_t strides[4])
 {
     strides[0] = sizes[2] * sizes[1] * sizes[3];
@@ -63,18 +74,14 @@ void s1f_token_major(const int64_t sizes[4], int64_t strides[4])
     strides[3] = 1;
 }
 
-/* Sizes of 1 have no stride to speak of. */
-static int strides_agree(const s1f_op_tensor *t, const int64_t *strides)
-{
-    for (int64_t i = 0; i < t->ndim; i++)
-        if (t->sizes[i] != 1 && t->strides[i] != strides[i])
-            return 0;
-    return 1;
-}
-
 s1f_status s1f_op_restride(s1f_op_call *call, s1f_op_tensor *t, const int64_t *strides)
 {
-    if (strides_agree(t, strides))
+    int64_t room[MOST_DIMS];
+    strides = strides_or_row_major(t->ndim, t->sizes, strides, room);
+    int agree = 1;
+    for (int64_t i = 0; i < t->ndim; i++) /* sizes of 1 have no stride to speak of */
+        agree &= t->sizes[i] == 1 || t->strides[i] == strides[i];
+    if (agree)
         return S1F_OK;
     s1f_op_tensor copy = {0};
     S1F_TRY(s1f_op_new_temporary(call, t->dtype, t->ndim, t->sizes, strides, &copy));
@@ -162,23 +169,18 @@ static void release(AtenTensorHandle handle)
 void s1f_op_run(const s1f_op *op, StableIValue *stack)
 {
     s1f_op_call call = {.scalars = stack + op->num_tensors};
-    for (int i = 0; i < op->num_tensors; i++)
-        call.inputs[i].handle = (AtenTensorHandle)(uintptr_t)stack[i];
-    AtenTensorHandle inputs[S1F_OP_MAX_INPUTS]; /* tensors that we own, whatever the body does to call.inputs */
-    for (int i = 0; i < op->num_tensors; i++)
-        inputs[i] = call.inputs[i].handle;
-
     s1f_status status = S1F_OK;
-    for (int i = 0; i < op->num_tensors && status == S1F_OK; i++)
+    for (int i = 0; i < op->num_tensors && status == S1F_OK; i++) {
+        call.inputs[i].handle = (AtenTensorHandle)(uintptr_t)stack[i];
         status = describe(&call.inputs[i]);
-    for (int i = 0; i < op->num_tensors && status == S1F_OK && !op->any_device; i++)
-        if (call.inputs[i].device_type != s1f_torch_device_cpu())
+        if (status == S1F_OK && !op->any_device && call.inputs[i].device_type != s1f_torch_device_cpu())
             status = s1f_fail(S1F_ERR_ARG, "every tensor of %s must be on the CPU", op->name);
+    }
     if (status == S1F_OK)
         status = op->body(&call);
 
-    for (int i = 0; i < op->num_tensors; i++)
-        release(inputs[i]);
+    for (int i = 0; i < op->num_tensors; i++) /* which we own, whatever the body has done to call.inputs */
+        release((AtenTensorHandle)(uintptr_t)stack[i]);
     for (int i = 0; i < call.num_temporaries; i++)
         release(call.temporaries[i]);
     if (status == S1F_OK) {

@@ -55,13 +55,14 @@ s1f_status s1f_op_require(int condition, const char *name, const s1f_op_tensor *
 void s1f_row_major(int64_t ndim, const int64_t *sizes, int64_t *strides);
 void s1f_token_major(const int64_t sizes[4], int64_t strides[4]);
 
-/* On the CPU. The first is the caller's (an output of the call); the second is released when the call ends. */
+/* On the CPU; strides NULL: of row-major memory. The first is the caller's (an output of the call); the second is
+ * released when the call ends. */
 s1f_status s1f_op_new_tensor(int32_t dtype, int64_t ndim, const int64_t *sizes, const int64_t *strides,
                              s1f_op_tensor *out);
 s1f_status s1f_op_new_temporary(s1f_op_call *call, int32_t dtype, int64_t ndim, const int64_t *sizes,
                                 const int64_t *strides, s1f_op_tensor *out);
 
-/* *t becomes a copy of itself with these strides, unless it has them. */
+/* *t becomes a copy of itself with these strides (NULL: of row-major memory), unless it has them. */
 s1f_status s1f_op_restride(s1f_op_call *call, s1f_op_tensor *t, const int64_t *strides);
 /* The kernels read any strides but the last, which is 1. */
 s1f_status s1f_op_unit_last_stride(s1f_op_call *call, s1f_op_tensor *t);

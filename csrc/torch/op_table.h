@@ -19,8 +19,7 @@
     X(cache_write, 4, 5, 1,                                                                                            \
       "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")                \
     X(cache_read, 3, 6, 1,                                                                                             \
-      "(Tensor q, Tensor out, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")     \
-    X(positions, 2, 1, 0, "(Tensor x, Tensor doc_ids, SymInt dim, SymInt rank, SymInt num_parts) -> Tensor")
+      "(Tensor q, Tensor out, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 #define S1F_OP_BODY(name, num_tensors, num_outputs, any_device, schema) s1f_status s1f_op_##name(s1f_op_call *call);
 S1F_OPS(S1F_OP_BODY)

@@ -1,18 +1,12 @@
 /* ops.h - the ops that torch's dispatcher knows under the namespace seq1f1b.
+ * op_table.h has their schemas.
  *
- *   causal_attention(q, k, v, slopes, doc_ids, sinks, scale, window, softcap) -> (out, lse)
- *   causal_attention_backward(dout, q, k, v, out, lse, slopes, doc_ids, sinks, scale, window, softcap)
- *     -> (dq, dk, dv, dsinks)
- *   segment_attention(q, k, v, layer, slopes, doc_ids, sinks, scale, window, softcap) -> (out, lse)
- *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, sinks, scale, window, softcap, kv_heads)
- *     -> (dq, dk, dv, dsinks)
- *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids, to_k, to_v), the first three of tokens [0, end of the
- *     segment), document ids written. The caller writes k and v to the last two, the segment's own rows, before they
- *     are read; these have no tokens where a forward that runs again finds its rows written
- *   cache_read(q, out, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk
- *     and dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
- *   positions(x, doc_ids, dim, rank, num_parts) -> int64 positions of x's tokens, part `rank` of the segment's;
- *     within their documents, where doc_ids is not empty
+ *   attention     forward: out, lse; backward: dq, dk, dv, dsinks
+ *   cache_write   keys, values and doc_ids of tokens [0, end of the segment), document ids written; to_k and to_v, the
+ *                 segment's own rows, which the caller writes before they are read, and which have no tokens where a
+ *                 forward that runs again finds its rows written
+ *   cache_read    keys, values, dk, dv and doc_ids of them; held: as many elements as dk and dv have tokens whose sums
+ *                 they hold: all, to be added to, or before the first contribution none
  *
  * cache_write and cache_read are for every device: on other devices than the CPU attention is Python's, by torch's own
  * ops (seq1f1b/device/cuda_attention.py), over these views of slabs that torch's allocator gave. The views are borrowed

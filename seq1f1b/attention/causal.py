@@ -30,6 +30,7 @@ _C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
 above("attention")(_cuda_kernels)
+_definitions = torch.library.Library("seq1f1b", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -348,6 +349,42 @@ def _check_options(scale: float | None, window: int | None, softcap: float | Non
 
 def _text(t: Tensor) -> str:
     return str(tuple(t.shape))
+
+
+# -- the op positions, on every device -------------------------------------------------------------------------------
+
+_STARTS = "must be the position of its document's first token: seq1f1b.document_starts makes such ids of a whole row's"
+
+
+def _positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
+    unit, path, length = _C.unit_tokens(), _C.key_ranges(), x.shape[dim]
+    if unit is not None and length * num_parts != unit[1]:
+        raise ValueError(
+            f"positions of dimension {dim}, which has {length} elements; the segment has {unit[1]} tokens "
+            f"(parts: {num_parts})"
+        )
+    start, siblings = 0 if unit is None else unit[0], () if path is None else path[1]
+    of_parts = [torch.arange(start, start + part, device=x.device) for part in siblings or (length * num_parts,)]
+    position = torch.cat(of_parts).narrow(0, rank * length, length)
+    if not doc_ids.numel():
+        return position
+    if doc_ids.dim() != 2 or doc_ids.shape[1] != length:
+        raise ValueError(f"doc_ids is {_text(doc_ids)}, must be (batch, tokens), tokens as many as x has: {length}")
+    before = torch.cat([doc_ids[:, :1], doc_ids[:, :-1]], 1)
+    follows = torch.cat([position[:1] < 0, position[1:] == position[:-1] + 1])  # False for the first of each part
+    goes_on = torch.where(follows, doc_ids == before, (doc_ids >= 0) & (doc_ids < position[:1]))
+    is_right = (doc_ids == position) | goes_on
+    if doc_ids.device.type != "cpu":  # asserted on the device: a read by the host would wait for all work there
+        torch._assert_async(is_right.all(), f"a token's doc_ids {_STARTS}")
+    elif not is_right.all():
+        row, token = (~is_right).nonzero()[0].tolist()
+        which = f"doc_ids of row {row}, token {int(position[token])} is {int(doc_ids[row, token])}"
+        raise ValueError(f"{which}, {_STARTS}")
+    return position - doc_ids
+
+
+_definitions.define("positions(Tensor x, Tensor doc_ids, SymInt dim, SymInt rank, SymInt num_parts) -> Tensor")  # type: ignore[no-untyped-call]
+_definitions.impl("positions", _positions, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 # -- results of the ops without values, for tracing: shapes, dtypes and layouts ----------------------------------------

@@ -1,8 +1,8 @@
 """Implementations of attention for cuda_attention.py, forward and backward, called ways.
 
-A forward takes q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values) and lse
-(batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv or stores there, and returns dq and
-the own tokens' dk and dv. ``Options.place`` gives the rows of keys and values, up to the last query's token.
+:func:`forward` takes q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values) and
+lse (batch, heads, tokens), both before sinks. :func:`backward` adds to the slabs dk and dv or stores there, and returns
+dq and the own tokens' dk and dv. ``Options.place`` gives the rows of keys and values, up to the last query's token.
 
 An op takes contiguous keys, and masks backwards from the last query and key or not at all. Attention of a segment is
 therefore cut into calls over its own keys and calls over ranges of earlier keys. In a chain, the keys of a sequence lie
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, attention_proof, kernel_library
+from seq1f1b.device import attention_parts, kernel_library, proofs
 
 __all__: list[str] = []
 
@@ -43,6 +42,7 @@ class Call(NamedTuple):
     size: int  # keys of the range
     row: int  # the first key's row in the slabs
     first: int  # the first query, within the segment
+    token: int  # its position along the path
     num_queries: int
     comes_first: bool  # whether no earlier call writes to this range of dk and dv
     is_own: bool  # whether the range ends with the queries' own keys, all of them
@@ -100,11 +100,12 @@ def calls_of(way: str, place: PathRows, tokens: int, window: int, longest: int, 
     for lo, hi in ((start, min(place.kept, offset - lead)), (max(start, place.kept), offset - lead)):
         for key, row, size in place.rows_between(lo, hi):
             for begin, stop in _bounds(key, key + size, longest, way):
-                before += _calls(begin, stop, row + begin - key, offset, place.end, window, False, is_plain)
+                at = begin, stop, row + begin - key
+                before += _calls(at, (offset, place.end), offset, window, False, is_plain)
     for first, end in itertools.pairwise(itertools.accumulate(place.parts or (tokens,), initial=offset)):
         for begin, stop in _bounds(first, end, longest, way) if is_plain else ((first - lead, end),):
-            calls = _calls(begin, stop, place.row(begin), first, end, window, not is_plain, is_plain)
-            own += [call._replace(first=call.first + first - offset) for call in calls]
+            at = begin, stop, place.row(begin)
+            own += _calls(at, (first, end), offset, window, not is_plain, is_plain)
     return (*own, *before)
 
 
@@ -120,18 +121,19 @@ def _bounds(start: int, limit: int, longest: int, way: str) -> list[tuple[int, i
 
 
 def _calls(
-    begin: int, stop: int, row: int, offset: int, end: int, window: int, is_own: bool, is_plain: bool
+    keys: tuple[int, int, int], queries: tuple[int, int], offset: int, window: int, is_own: bool, is_plain: bool
 ) -> list[Call]:
-    """Returns one or two calls over a range of keys, for queries from ``offset`` to ``end``."""
+    """Returns one or two calls over a range of keys (begin, end and the first key's row), for a range of queries."""
     # With a window, torch's flash ops allow one more query than keys at most: with more queries, they hide keys of the
     # first queries, whatever the window's right side. Queries that see the whole range then get a call without window.
-    calls, size = [], stop - begin
-    first, last = max(begin, offset), min(end, stop + window - 1) if window else end
+    (begin, stop, row), calls = keys, []
+    size, first = stop - begin, max(begin, queries[0])
+    last = min(queries[1], stop + window - 1) if window else queries[1]
     is_split = window and not is_plain and last - first > size + 1 and begin + window < last
     if is_split:
-        calls.append(Call(begin, size, row, first - offset, begin + window - first, True, is_own))
+        calls.append(Call(begin, size, row, first - offset, first, begin + window - first, True, is_own))
         first = begin + window
-    calls.append(Call(begin, size, row, first - offset, last - first, not is_split, is_own))
+    calls.append(Call(begin, size, row, first - offset, first, last - first, not is_split, is_own))
     return calls
 
 
@@ -244,30 +246,26 @@ def _keys_of(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 # -- passes over calls -----------------------------------------------------------------------------------------------
 
-ForwardPart = Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""out and lse of a call's queries, from the keys and values of its range."""
 
-Part = Callable[[Call, Tensor, Tensor], Gradients]
-"""dq, dk and dv of a call, from the keys and values of its range."""
-
-
-def over_keys(
-    calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart
-) -> tuple[Tensor, Tensor]:
+def forward(way: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Returns out and lse of all queries, from the results of each call."""
+    if way in WHOLE:
+        return WHOLE[way].forward(q, keys, values, options)
+    calls = calls_of(way, options.place, q.shape[2], options.window, options.longest, False)
+    q, part = aligned(q), BY_CALL[way].forward
     if len(calls) <= MOST_MERGED and all(call.num_queries == q.shape[2] for call in calls):
-        out, lse = part(calls[0], *_keys_of(calls[0], keys, values))
+        out, lse = part(calls[0], q, *_keys_of(calls[0], keys, values), options)
         for call in calls[1:]:
-            out, lse = attention_parts.merge(out, lse, *part(call, *_keys_of(call, keys, values)))
+            out, lse = attention_parts.merge(out, lse, *part(call, q, *_keys_of(call, keys, values), options))
         return out, lse
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse, out = q.new_full(q.shape[:3], float("-inf"), dtype=sums), _token_major_zeros(q, values.shape[3], sums)
     for call in calls:
-        of_call, lse_of_call = part(call, *_keys_of(call, keys, values))
-        rows, lse_of_rows = *_rows_of(call, out), *_rows_of(call, lse)
+        of_q, rows, lse_of_rows = *_rows_of(call, q), *_rows_of(call, out), *_rows_of(call, lse)
+        of_call, lse_of_call = part(call, of_q, *_keys_of(call, keys, values), options)
         both = torch.logaddexp(lse_of_rows, lse_of_call)
         rows.mul_(torch.exp(lse_of_rows - _finite(both))[..., None])
-        rows.add_(_cut(of_call, values.shape[3]) * torch.exp(lse_of_call - _finite(both))[..., None])
+        rows.add_(of_call * torch.exp(lse_of_call - _finite(both))[..., None])
         lse_of_rows.copy_(both)
     return out, lse
 
@@ -277,14 +275,18 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
-def gradients_over(calls: tuple[Call, ...], place: PathRows, given: BackwardArguments, part: Part) -> Gradients:
+def backward(way: str, given: BackwardArguments) -> Gradients:
     """Returns dq and the own tokens' dk and dv, in q's dtype and token-major memory.
 
     Backwards of later segments are done, so the own tokens' rows of the slabs are complete. These rows are read here
     for the last time and not written, because earlier segments see none of them.
     """
-    q, dk, dv, tokens = given.q, given.dk, given.dv, given.q.shape[2]
+    if way in WHOLE:
+        return WHOLE[way].backward(given)
+    place, dk, dv, tokens = given.options.place, given.dk, given.dv, given.q.shape[2]
+    calls = calls_of(way, place, tokens, given.options.window, given.options.longest, True)
     how = how_to_add(calls, tokens, attention_parts.MOST_PARTS)
+    q, dout, out = aligned(given.q), aligned(given.dout), aligned(given.out)
     for _, row, size in place.rows_between(place.kept, min(call.begin for call in calls)):
         dk.narrow(2, row, size).zero_()  # rows outside the window, without values yet
         dv.narrow(2, row, size).zero_()
@@ -292,8 +294,10 @@ def gradients_over(calls: tuple[Call, ...], place: PathRows, given: BackwardArgu
     parts: list[Tensor] = []
     dq = _token_major_zeros(q, q.shape[3], given.lse.dtype) if how == "wide" else None
     for call in calls:
-        part_q, part_k, part_v = part(call, *_keys_of(call, given.keys, given.values))
-        part_q, part_k, part_v = _cut(part_q, q.shape[3]), _cut(part_k, q.shape[3]), _cut(part_v, dv.shape[3])
+        of_dout, of_q, of_out, lse = _rows_of(call, dout, q, out, given.lse)
+        keys, values = _keys_of(call, given.keys, given.values)
+        of_call = given._replace(dout=of_dout, q=of_q, keys=keys, values=values, out=of_out, lse=lse)
+        part_q, part_k, part_v = BY_CALL[way].backward(call, of_call)
         store = call.begin >= place.kept
         if call.is_own:
             own.append(attention_parts.finish(dk, dv, part_k, part_v, store, call.row))
@@ -318,37 +322,31 @@ def gradients_over(calls: tuple[Call, ...], place: PathRows, given: BackwardArgu
 # -- own -------------------------------------------------------------------------------------------------------------
 
 
-def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both tensors aligned, with equal strides."""
-    first, second = aligned(first), aligned(second)
-    if first.stride() == second.stride():
-        return first, second
-    return first.contiguous(), second.contiguous()
+def _launch_own(
+    name: str, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, **of_backward: Any
+) -> None:
+    keys, values = aligned(keys), aligned(values)
+    if keys.stride() != values.stride():
+        keys, values = keys.contiguous(), values.contiguous()
+    kernel_library.launch_attention(
+        kernel_library.operations()[name], aligned(q), keys, values, out, lse, scale=options.scale,
+        window=options.window, softcap=options.softcap, docs=options.key_docs, **of_backward,
+    )  # fmt: skip
 
 
 def own_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q, (keys, values) = aligned(q), _aligned_pair(keys, values)
-    batch, heads, tokens, head_dim = q.shape
-    out = q.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
-    lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-    kernel_library.launch_attention(
-        kernel_library.operations()["attention_forward"], q, keys, values, out, lse, scale=options.scale,
-        window=options.window, softcap=options.softcap, docs=options.key_docs,
-    )  # fmt: skip
+    out, lse = attention_parts.token_major_empty(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    _launch_own("attention_forward", q, keys, values, out, lse, options)
     return out, lse
 
 
 def own_backward(given: BackwardArguments) -> Gradients:
-    dout, q, out = aligned(given.dout), aligned(given.q), aligned(given.out)
-    (keys, values), options = _aligned_pair(given.keys, given.values), given.options
-    batch, heads, tokens, head_dim = q.shape
-    dq, own_dk, own_dv = (
-        q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
-    )
-    kernel_library.launch_attention(
-        kernel_library.operations()["attention_backward"], q, keys, values, out, given.lse.contiguous(),
-        scale=options.scale, window=options.window, softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq,
-        dk=given.dk, dv=given.dv, own_dk=own_dk, own_dv=own_dv, store=not options.place.kept,
+    own = (t[:, :, : given.q.shape[2]] for t in (given.q, given.keys, given.values))
+    dq, own_dk, own_dv = map(attention_parts.token_major_empty, own)
+    _launch_own(
+        "attention_backward", given.q, given.keys, given.values, aligned(given.out), given.lse.contiguous(),
+        given.options, dout=aligned(given.dout), dq=dq, dk=given.dk, dv=given.dv, own_dk=own_dk, own_dv=own_dv,
+        store=not given.options.place.kept,
     )  # fmt: skip
     return dq, own_dk, own_dv
 
@@ -356,88 +354,59 @@ def own_backward(given: BackwardArguments) -> Gradients:
 # -- cuDNN: its mask starts at the first query and key, so own keys and earlier keys need separate calls ---------------
 
 
-def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q = aligned(q)
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        (queries,) = _rows_of(call, q)
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            queries, aligned(keys), aligned(values), None, True, 0.0, call.is_own, False, scale=options.scale
-        )
-        return found[0], found[1].view(queries.shape[:3])
-
-    return over_keys(calls_of("cudnn", options.place, q.shape[2], 0, options.longest, False), q, keys, values, part)
+def cudnn_forward(call: Call, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, aligned(keys), aligned(values), None, True, 0.0, call.is_own, False, scale=options.scale
+    )
+    return found[0], found[1].view(q.shape[:3])
 
 
-def cudnn_backward(given: BackwardArguments) -> Gradients:
-    options = given.options
-    tensors = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse
-    unused = torch.empty((), dtype=torch.int64, device=given.q.device)  # state of dropout
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        dout, q, out, lse = _rows_of(call, *tensors)
-        found: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout, q, aligned(keys), aligned(values), out, lse.contiguous().unsqueeze(3), unused, unused, None, None,
-            None, call.num_queries, call.size, 0.0, call.is_own, scale=options.scale,
-        )  # fmt: skip
-        return found
-
-    calls = calls_of("cudnn", options.place, given.q.shape[2], 0, options.longest, True)
-    return gradients_over(calls, options.place, given, part)
+def cudnn_backward(call: Call, of: BackwardArguments) -> Gradients:
+    unused = torch.empty((), dtype=torch.int64, device=of.q.device)  # state of dropout
+    found: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        of.dout, of.q, aligned(of.keys), aligned(of.values), of.out, of.lse.contiguous().unsqueeze(3), unused, unused,
+        None, None, None, call.num_queries, call.size, 0.0, call.is_own, scale=of.options.scale,
+    )  # fmt: skip
+    return found
 
 
 # -- flash -----------------------------------------------------------------------------------------------------------
 
 
-def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    offset, q = options.place.end - q.shape[2], aligned(q)
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        tensors = of_one_size(*_rows_of(call, q), keys, values)
-        is_causal, left, right = _mask_of(call, offset, options.window)
-        found = torch.ops.aten._flash_attention_forward.default(
-            *[t.transpose(1, 2) for t in tensors], None, None, call.num_queries, call.size, 0.0, is_causal, False,
-            scale=options.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        return _cut(found[0].transpose(1, 2), values.shape[3]), found[1]
-
-    calls = calls_of("flash", options.place, q.shape[2], options.window, options.longest, False)
-    return over_keys(calls, q, keys, values, part)
+def flash_forward(call: Call, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    is_causal, left, right = _mask_of(call, options)
+    found = torch.ops.aten._flash_attention_forward.default(
+        *[t.transpose(1, 2) for t in of_one_size(q, keys, values)], None, None, call.num_queries, call.size, 0.0,
+        is_causal, False, scale=options.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return _cut(found[0].transpose(1, 2), values.shape[3]), found[1]
 
 
-def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, int | None]:
+def _mask_of(call: Call, options: Options) -> tuple[bool, int | None, int | None]:
     """Returns the flash ops' arguments for the mask of a call: whether it is causal, and the window's left and right.
-    The ops mask backwards from the last query and key. ``offset``: tokens before the segment."""
-    behind = offset + call.first + call.num_queries - (call.begin + call.size)  # tokens from last key to last query
-    hides = window and behind + call.size > window  # the last query does not see the first key
-    return (behind == 0, window - 1 - behind, behind) if hides else (behind == 0, None, None)
+    The ops mask backwards from the last query and key."""
+    behind = call.token + call.num_queries - (call.begin + call.size)  # tokens from last key to last query
+    hides = options.window and behind + call.size > options.window  # the last query does not see the first key
+    return (behind == 0, options.window - 1 - behind, behind) if hides else (behind == 0, None, None)
 
 
-def flash_backward(given: BackwardArguments) -> Gradients:
-    options, place = given.options, given.options.place
-    dout, q, out = (t.transpose(1, 2) for t in of_one_size(given.dout, given.q, given.out))
-    offset = place.end - q.shape[1]
+def flash_backward(call: Call, of: BackwardArguments) -> Gradients:
+    is_causal, left, right = _mask_of(call, of.options)
+    dout, q, keys, values, out = (t.transpose(1, 2) for t in of_one_size(of.dout, of.q, of.keys, of.values, of.out))
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = (t.transpose(1, 2) for t in of_one_size(keys, values))
-        of_dout, of_q, of_out = _rows_of(call, dout, q, out, dim=1)
-        is_causal, left, right = _mask_of(call, offset, options.window)
-        found = torch.ops.aten._flash_attention_backward.default(
-            of_dout, of_q, keys, values, of_out, _rows_of(call, given.lse)[0].contiguous(), None, None,
-            call.num_queries, call.size, 0.0, is_causal, unused, unused, scale=options.scale, window_size_left=left,
-            window_size_right=right,
-        )  # fmt: skip
-        dq, dk, dv = (t.transpose(1, 2) for t in found)
-        return dq, dk, dv
-
-    calls = calls_of("flash", place, given.q.shape[2], options.window, options.longest, True)
-    return gradients_over(calls, place, given, part)
+    found = torch.ops.aten._flash_attention_backward.default(
+        dout, q, keys, values, out, of.lse.contiguous(), None, None, call.num_queries, call.size, 0.0, is_causal,
+        unused, unused, scale=of.options.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    dq, dk, dv = (t.transpose(1, 2) for t in found)
+    return _cut(dq, of.q.shape[3]), _cut(dk, of.q.shape[3]), _cut(dv, of.values.shape[3])
 
 
 # -- documents: flash over each document of each row, as over the last segment of a sequence of its own ----------------
 
-_remembered: dict[Any, tuple[StorageWeakRef, int, Spans | None]] = {}  # by the ids' memory; its version; documents
+_last: tuple[Any, Tensor, Spans | None] | None = None
+"""What :func:`spans_of` read last: memory, version and keys of the ids; the ids, so that nothing else gets their
+memory; their documents."""
 
 
 def spans_of(docs: Tensor, key_docs: Tensor) -> Spans | None:
@@ -449,19 +418,16 @@ def spans_of(docs: Tensor, key_docs: Tensor) -> Spans | None:
     Args:
         docs: (batch, tokens), ids of the segment. key_docs: (batch, keys), ids up to the segment's end.
     """
-    if attention_proof.is_capturing():
+    global _last
+    if proofs.is_capturing():
         return None
     if docs.is_inference() or _C.unit_tokens() is None:
         return _read_spans(key_docs, docs.shape[1])
-    key, storage = (docs.data_ptr(), docs.shape, docs.stride(), key_docs.shape[1]), docs.untyped_storage()
-    memory, version, found = _remembered.get(key, (None, -1, None))
-    if memory is None or (memory.cdata, version) != (storage._cdata, docs._version):
-        if len(_remembered) >= MOST_REMEMBERED:
-            _remembered.clear()
-        found = _read_spans(key_docs, docs.shape[1])
-        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's has no types
-        _remembered[key] = memory, docs._version, found
-    return found
+    key = docs.data_ptr(), docs.shape, docs.stride(), docs._version, key_docs.shape[1]
+    last = _last
+    if last is None or last[0] != key:
+        last = _last = key, docs, _read_spans(key_docs, docs.shape[1])
+    return last[2]
 
 
 def _read_spans(key_docs: Tensor, tokens: int) -> Spans | None:
@@ -489,7 +455,7 @@ def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
         for start, begin, end in of_row:
             of_keys, of_values = (t[:, :, start:end] for t in every)
             of_span = options._replace(place=chain(end - start))
-            found.append(flash_forward(own[:, :, begin - offset : end - offset], of_keys, of_values, of_span))
+            found.append(forward("flash", own[:, :, begin - offset : end - offset], of_keys, of_values, of_span))
         outs.append(torch.cat([out for out, _ in found], 2))
         sums.append(torch.cat([lse for _, lse in found], 2))
     return torch.cat(outs), torch.cat(sums)
@@ -508,7 +474,7 @@ def documents_backward(given: BackwardArguments) -> Gradients:
             )
             kept = min(max(place.kept - start, 0), size)
             of_span = options._replace(place=PathRows(((0, size, 0),), (), kept))
-            parts.append(flash_backward(BackwardArguments(dout, q, keys, values, out, lse, of_span, dk, dv)))
+            parts.append(backward("flash", BackwardArguments(dout, q, keys, values, out, lse, of_span, dk, dv)))
         if place.kept < of_row[0][0]:  # keys of earlier documents, without values yet
             given.dk[row, :, place.kept : of_row[0][0]].zero_()
             given.dv[row, :, place.kept : of_row[0][0]].zero_()
@@ -524,17 +490,15 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.float64 if t.dtype == torch.float64 else torch.float32)
 
 
-def _logits(q: Tensor, keys: Tensor, options: Options, call: Call, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the logits of a call, with -inf for hidden keys, and the soft cap's derivative (None without soft cap).
-    ``num_tokens``: tokens of the segment."""
+def _logits(q: Tensor, keys: Tensor, options: Options, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Returns the logits of a call, with -inf for hidden keys, and the soft cap's derivative; None without a cap."""
     batch, kv_heads, _, tokens, _ = q.shape
     logits = torch.einsum("bhgsd,bhkd->bhgsk", q, keys) * options.scale
     slope = None
     if options.softcap:
         capped = torch.tanh(logits / options.softcap)
         logits, slope = options.softcap * capped, 1 - capped.square()
-    query = options.place.end - num_tokens + call.first
-    position = torch.arange(query, query + tokens, device=q.device)
+    position = torch.arange(call.token, call.token + tokens, device=q.device)
     distance = position[:, None] - torch.arange(call.begin, call.begin + call.size, device=q.device)[None, :]
     if options.slopes.numel():
         slopes = _by_kv_head(options.slopes.expand(batch, -1), kv_heads).to(logits.dtype)
@@ -549,50 +513,40 @@ def _logits(q: Tensor, keys: Tensor, options: Options, call: Call, num_tokens: i
     return logits.masked_fill(hidden, float("-inf")), slope
 
 
-def plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        of_q = _wide(_by_kv_head(_rows_of(call, q)[0], keys.shape[1]))
-        logits, _ = _logits(of_q, _wide(keys), options, call, q.shape[2])
-        lse = logits.logsumexp(-1)
-        weights = torch.exp(logits - _finite(lse)[..., None])
-        out = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values))
-        return out.flatten(1, 2), lse.flatten(1, 2)
-
-    calls = calls_of("plain", options.place, q.shape[2], options.window, options.longest, False)
-    return over_keys(calls, q, keys, values, part)
+def plain_forward(call: Call, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    logits, _ = _logits(_wide(_by_kv_head(q, keys.shape[1])), _wide(keys), options, call)
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - _finite(lse)[..., None])
+    out = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values))
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def plain_backward(given: BackwardArguments) -> Gradients:
-    options, kv_heads = given.options, given.keys.shape[1]
-
-    def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        of_call = _rows_of(call, given.dout, given.q, given.out, given.lse)
-        dout, q, out, lse = (_wide(_by_kv_head(t, kv_heads)) for t in of_call)
-        keys, values = _wide(keys), _wide(values)
-        logits, slope = _logits(q, keys, options, call, given.q.shape[2])
-        weights = torch.exp(logits - lse[..., None])
-        dv = torch.einsum("bhgsk,bhgsd->bhkd", weights, dout)
-        delta = (dout * out).sum(-1, keepdim=True)
-        dlogits = weights * (torch.einsum("bhgsd,bhkd->bhgsk", dout, values) - delta) * options.scale
-        if slope is not None:
-            dlogits = dlogits * slope
-        dq = torch.einsum("bhgsk,bhkd->bhgsd", dlogits, keys)
-        dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
-        return dq.flatten(1, 2), dk, dv
-
-    calls = calls_of("plain", options.place, given.q.shape[2], options.window, options.longest, True)
-    return gradients_over(calls, options.place, given, part)
+def plain_backward(call: Call, of: BackwardArguments) -> Gradients:
+    dout, q, out, lse = (_wide(_by_kv_head(t, of.keys.shape[1])) for t in (of.dout, of.q, of.out, of.lse))
+    keys, values = _wide(of.keys), _wide(of.values)
+    logits, slope = _logits(q, keys, of.options, call)
+    weights = torch.exp(logits - lse[..., None])
+    dv = torch.einsum("bhgsk,bhgsd->bhkd", weights, dout)
+    delta = (dout * out).sum(-1, keepdim=True)
+    dlogits = weights * (torch.einsum("bhgsd,bhkd->bhgsk", dout, values) - delta) * of.options.scale
+    if slope is not None:
+        dlogits = dlogits * slope
+    dq = torch.einsum("bhgsk,bhkd->bhgsd", dlogits, keys)
+    dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
+    return dq.flatten(1, 2), dk, dv
 
 
 class Way(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
-    backward: Callable[[BackwardArguments], Gradients]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
 
 
-ATTENTION_WAYS = {
-    "own": Way(own_forward, own_backward),
+WHOLE = {"own": Way(own_forward, own_backward), "documents": Way(documents_forward, documents_backward)}
+"""Ways that take all keys at once."""
+
+BY_CALL = {
     "cudnn": Way(cudnn_forward, cudnn_backward),
     "flash": Way(flash_forward, flash_backward),
-    "documents": Way(documents_forward, documents_backward),
     "plain": Way(plain_forward, plain_backward),
 }
+"""Ways of one call, which are given the rows of its queries and of its keys alone."""

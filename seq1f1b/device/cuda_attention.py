@@ -1,33 +1,19 @@
 """Attention of CUDA tensors over the slabs of the KV cache, without a copy of the prefix.
 
-These functions implement this package's ops for CUDA; the CPU has C code. ``way`` chooses a way of attention_ways.py:
-
-    own     bfloat16 and float16, head_dim 64 or 128, with documents or a soft cap and without ALiBi: this package's
-            kernels (kernel_library.py)
-    cudnn   as flash, without a window, on Hopper: cuDNN's attention, for shapes frequent enough to pay for a plan
-            (``OFTEN``); flash runs the first passes of a shape
-    flash   bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    documents   as flash, with documents that own does not take: a call of flash for each document; no GPU has run it
-    plain   all remaining calls (float32 and float64, GPUs before Ampere, ALiBi, other heads, a soft cap that own does
-            not take, documents in pieces): matrix products over ranges of keys, up to 200 times slower
-
-Our kernels are checked on the device before their first use in each dtype and head size (attention_proof.py); after a
-failure the next way is used. No GPU has run trees yet.
+These functions implement this package's ops for CUDA; the CPU has C code. :func:`way` chooses a way of
+attention_ways.py, as the table in docs/ideas/attention.md says. Our kernels are checked on the device before their
+first use in each dtype and head size (proofs.py); after a failure the next way is used. No GPU has run the way
+"documents", or trees, yet.
 
 Heads of v may differ in size from heads of q and k. The plain way takes all sizes, and cuDNN the sizes that it reports
 (including 192 and 128 of latent attention, not yet run on a GPU). Flash pads the narrower heads with zeros; own takes
 one size alone.
 
-cuDNN masks from the first key on, so its forward merges a call over the segment's own keys with a call over earlier
-keys. Backward runs over ranges of keys: the result is exact, because the sums over all keys (``lse``) and ``out`` are
-known, and the ops only allocate memory for one range. dK and dV are added up in float32 in the cache's slab; torch's
-ops first round each range's part to q's dtype. Our kernels add to the slab themselves, so they take all keys at once.
-attention_parts.py has the launches for merges and sums. Sinks are applied outside of the ways: to out and lse at the
-end of a forward, and a backward needs no more than these two.
-
-In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. Each call covers
-one range before the segment, or the own keys of a sibling, and the results are merged. Own takes no trees, because our
-kernels always hide keys behind a call's queries.
+Backward runs over ranges of keys: the result is exact, because the sums over all keys (``lse``) and ``out`` are known,
+and the ops only allocate memory for one range. dK and dV are added up in float32 in the cache's slab; torch's ops first
+round each range's part to q's dtype. Our kernels add to the slab themselves, so they take all keys at once; they take
+no trees, because they always hide keys behind a call's queries. Sinks are applied outside of the ways: to out and lse
+at the end of a forward, and a backward needs no more than these two.
 
 tests/gpu compares all ways with float64 on a GPU; an H200 and an H100 have run these tests (benchmarks/results). The
 other tests run the code on the CPU, with stand-ins for the aten ops; torch's dispatcher checks their schemas.
@@ -37,27 +23,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, kernel_library
-from seq1f1b.device.attention_proof import DTYPES
+from seq1f1b.device import attention_parts, attention_proof, attention_ways, kernel_library, proofs
 from seq1f1b.device.attention_ways import (
-    ATTENTION_WAYS,
     MOST_REMEMBERED,
     BackwardArguments,
     Options,
     PathRows,
-    Way,
     calls_of,
     chain,
     spans_of,
     token_major,
 )
+from seq1f1b.device.proofs import DTYPES, Use
 
 __all__ = ["Options"]
 
@@ -147,56 +131,10 @@ def _in_unit(options: Options, layer: Tensor, keys: Tensor, kept: int) -> Option
     return options._replace(docs=none, key_docs=none)
 
 
-def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
-    unit = _C.unit_tokens()
-    length = x.shape[dim]
-    first = rank * length
-    if unit is not None and length * num_parts != unit[1]:
-        raise ValueError(
-            f"positions of dimension {dim}, which has {length} elements; the segment has {unit[1]} tokens "
-            f"(parts: {num_parts})"
-        )
-    found = _C.key_ranges()
-    if found is not None and found[1]:
-        assert unit is not None
-        of_parts = [torch.arange(unit[0], unit[0] + part, device=x.device) for part in found[1]]
-        position = torch.cat(of_parts).narrow(0, first, length)
-    else:
-        first += 0 if unit is None else unit[0]
-        position = torch.arange(first, first + length, device=x.device)
-    if not doc_ids.numel():
-        return position
-    if doc_ids.dim() != 2 or doc_ids.shape[1] != length:
-        raise ValueError(
-            f"doc_ids is {tuple(doc_ids.shape)}, must be (batch, tokens), tokens as many as x has: {length}"
-        )
-    before = torch.cat([doc_ids[:, :1], doc_ids[:, :-1]], 1)
-    follows = torch.cat([position[:1] < 0, position[1:] == position[:-1] + 1])  # False for the first of each part
-    goes_on = torch.where(follows, doc_ids == before, (doc_ids >= 0) & (doc_ids < position[:1]))
-    # Asserted on the device: a read by the host would wait for all work there.
-    torch._assert_async(
-        ((doc_ids == position) | goes_on).all(),
-        "doc_ids must be positions of documents' first tokens: seq1f1b.document_starts makes such ids of a whole row's",
-    )
-    return position - doc_ids
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: kernel
-    for kernel in (
-        causal_attention,
-        causal_attention_backward,
-        segment_attention,
-        segment_attention_backward,
-        positions,
-    )
-}
-
-
 def register(library: torch.library.Library, dispatch_key: str = "CUDA", **options: Any) -> None:
     """Registers these functions as kernels of the package's ops for a dispatch key, for the lifetime of ``library``."""
-    for name, kernel in KERNELS.items():
-        library.impl(name, kernel, dispatch_key, **options)  # type: ignore[no-untyped-call]
+    for kernel in (causal_attention, causal_attention_backward, segment_attention, segment_attention_backward):
+        library.impl(kernel.__name__, kernel, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------
@@ -209,15 +147,31 @@ def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attentio
         return "plain"
     needs_own, fits_own = options.docs.numel() or options.softcap, is_chain and options.scale > 0
     is_ours = q.shape[3] == v_head_dim and (needs_own or kernel_library.preference() == "own")
-    if fits_own and is_ours and kernel_library.choose(operation, q):
+    if fits_own and is_ours and _has_own(operation, q):
         return "own"
     if needs_own or max(sizes) % 8:
         if is_chain and not options.softcap and not max(sizes) % 8:
             return "documents"
         if fits_own and needs_own:
-            kernel_library.warn_of_products(operation, q, v_head_dim)
+            kernel_library.warn_of_products(q.device, DTYPES[q.dtype], *sizes)
         return "plain"
     return "cudnn" if not options.window and min(sizes) % 8 == 0 and _has_cudnn(q.device, q.dtype, *sizes) else "flash"
+
+
+def _has_own(operation: str, q: Tensor) -> bool:
+    """Returns whether a kernel of ours takes the queries. Our backward has no deterministic mode: it adds up dQ in any
+    order.
+
+    Raises:
+        RuntimeError: the environment asks for our kernels, and their library was not built.
+    """
+    is_random = operation == "attention_backward" and torch.are_deterministic_algorithms_enabled()
+    if kernel_library.wanted(operation, q.device) is None or q.shape[3] not in kernel_library.HEADS or is_random:
+        return False
+    use = Use(operation, q.dtype, q.shape[3], q.shape[3], q.device)
+    prove = functools.partial(attention_proof.prove, use)
+    instead = "Matrix products, up to 200 times slower,"
+    return bool(kernel_library.preference()) or proofs.holds(use, prove, instead)
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -269,8 +223,8 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
 
     keys, values: (batch, kv_heads, N, head_dim), two sizes of heads; in a chain the last query is token N - 1.
     """
-    by, options = _chosen("attention_forward", q, keys, values, options)
-    out, lse = by.forward(q, keys, values, options)
+    name, options = _chosen("attention_forward", q, keys, values, options)
+    out, lse = attention_ways.forward(name, q, keys, values, options)
     if options.sinks.numel():
         out, lse = _with_sinks(out, lse, options.sinks)
     return token_major(out, q.dtype), lse.contiguous()
@@ -297,12 +251,13 @@ def _backward(
     Returns dq and the own tokens' dk and dv in q's dtype, all token-major, and the gradients of the sinks. Backwards of
     later segments are done, so the own rows are complete; the slabs' own rows are undefined after the call.
     """
-    by, options = _chosen("attention_backward", q, keys, values, options)
-    dq, own_dk, own_dv = by.backward(BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv))
+    name, options = _chosen("attention_backward", q, keys, values, options)
+    given = BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv)
+    dq, own_dk, own_dv = attention_ways.backward(name, given)
     return dq, own_dk, own_dv, _sink_gradients(dout, out, lse, options.sinks)
 
 
-def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
+def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[str, Options]:
     """Returns the way of a call, and the options with the range of keys for it."""
     name, longest = way(q, values.shape[3], options, operation), options.place.end
     if name == "documents":
@@ -314,7 +269,7 @@ def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Op
         longest = _key_range(q, values)
     if name == "cudnn" and not _comes_often(operation, q, keys, values, options.place, longest):
         name = "flash"
-    return ATTENTION_WAYS[name], options._replace(longest=longest)
+    return name, options._replace(longest=longest)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

@@ -12,7 +12,7 @@ import functools
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +74,7 @@ EDGE_WAYS = (COPIES, NCCL)
 
 
 def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
-    """Warns of ranks that share a GPU although several GPUs are visible.
-
-    Args:
-        gpus: identifiers of the ranks' GPUs.
-    """
+    """Warns of ranks whose GPUs have equal identifiers although several GPUs are visible."""
     shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if shared and num_visible > 1:
         warnings.warn(
@@ -88,19 +84,13 @@ def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
         )
 
 
-def _give_back_cache(device: torch.device) -> int:
-    """Frees unused memory of torch's cache for a receive buffer; returns the bytes left in the cache."""
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 class DeviceEdges:
     """One rank's ends of a pipeline's edges on GPUs, by the first way that reaches both ranks and passes its proof.
 
     The proof of a way sends one message over each of its edges, and a failure refuses the way for all of them. After
     each part of the proof the ranks exchange their failures: all ranks then know the same and go on alike, so no rank
     waits for an action that its peer has given up. C code runs the ends' part, with time limits
-    (``csrc/device/edge_proof.h``).
+    (``csrc/device/device_end.h``).
 
     Args:
         transport: ``"auto"``, or the name of the way for every edge.
@@ -121,7 +111,7 @@ class DeviceEdges:
         self._is_receiver: Mapping[Edge, bool] = {}
         self._refused: list[str] = []  # the ways that failed, and why; equal on all ranks
         has_cache = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
-        make_room = functools.partial(_give_back_cache, device) if has_cache else None
+        make_room = torch.cuda.empty_cache if has_cache else None
         self.gpu = _C.device_create(self.driver, self.ordinal(), make_room)
         self.watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
 
@@ -222,24 +212,6 @@ class DeviceEdges:
 
     # -- the proof of a way
 
-    def _agree(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
-        """Runs a part of a proof for edges up to a failure. Collective; raises _Refused on all ranks if one fails."""
-        mine: dict[Edge, tuple[str, str]] = {}
-        for edge in edges:
-            try:
-                call(edge)
-            except _C.PipelineError:  # a rank is gone or has failed: another way would not help
-                raise
-            except (RuntimeError, ValueError, MemoryError, OSError) as error:
-                first = (str(error) or type(error).__name__).splitlines()[0]
-                text = _C.edge_end_text(self._controls[edge])
-                mine[edge] = text, first.removeprefix(text).lstrip(",: ")
-                break
-        failed = [found for theirs in self.group.all_gather_object(mine) for found in theirs.items()]
-        if failed:  # later edges may have failed because a rank came no further
-            edge, (text, _) = min(failed)
-            raise _Refused(text, "; ".join(why for each, (_, why) in failed if each == edge))
-
     def _try(self, way: Way, edges: Sequence[Edge]) -> dict[Edge, Any]:
         """Returns the ends of edges by a way; none if the way fails its proof. Collective.
 
@@ -248,25 +220,25 @@ class DeviceEdges:
         """
         self.group.begin_step()
         self.begin_step()
-        ends: dict[Edge, Any] = {}
+        ends, seconds = dict[Edge, Any](), dict[Edge, float]()
         kept: list[Tensor] = []  # sent messages, until all transfers have ended
-        try:
-            seconds = self._prove(way, edges, ends, kept)
-        except _Refused as refused:
-            self._refuse(way, refused, ends, kept)
+        refused = next(filter(None, self._proof(way, edges, ends, seconds, kept)), None)
+        if refused is not None:
+            self._refuse(way, *refused, ends, kept)
             ends = {}
-        else:
-            everyones = self.group.all_gather_object(seconds)
-            first = "the first that proved itself" if self.transport == "auto" else "asked for"
-            for edge in ends:
-                took = max(theirs.get(edge, 1e-9) for theirs in everyones)  # of the slower end
-                self.chosen[edge] = (way.name, self.proof_bytes / took, "; ".join([first, *self._refused]))
+        first = "the first that proved itself" if self.transport == "auto" else "asked for"
+        for edge in ends:
+            rate = self.proof_bytes / max(seconds[edge], 1e-9)
+            self.chosen[edge] = (way.name, rate, "; ".join([first, *self._refused]))
         self.group.end_step(failed=False)
         return ends
 
-    def _prove(self, way: Way, edges: Sequence[Edge], ends: dict[Edge, Any], kept: list[Tensor]) -> dict[Edge, float]:
-        """Fills ``ends`` and ``kept``; returns the seconds of each edge's message. Raises _Refused on all ranks."""
-        offers, seconds = dict[Edge, bytes](), dict[Edge, float]()
+    def _proof(
+        self, way: Way, edges: Sequence[Edge], ends: dict[Edge, Any], seconds: dict[Edge, float], kept: list[Tensor]
+    ) -> Iterator[tuple[str, str] | None]:
+        """Yields for each part of a proof what has failed, as :meth:`_failure`. Fills ``ends``, ``seconds`` of each
+        edge's message, and ``kept``."""
+        offers = dict[Edge, bytes]()
         sends = [edge for edge in edges if not self._is_receiver[edge]]
         receives = [edge for edge in edges if self._is_receiver[edge]]
 
@@ -283,22 +255,41 @@ class DeviceEdges:
                 kept.append(known.to(self.device))
                 seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
                 return
-            address, seconds[edge] = _C.edge_proof_receive(ends[edge], size)
+            address, seconds[edge] = _C.edge_proof_receive(ends[edge])
             [found], _ = self.gpu_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
             wrong = (found.cpu() != known).nonzero()
             if len(wrong):
                 raise RuntimeError(f"{len(wrong)} of {size} bytes arrived wrong, the first is byte {int(wrong[0])}")
 
-        self._agree(sends, offer)
+        yield self._failure(sends, offer)
         for theirs in self.group.all_gather_object(offers):
             offers |= theirs
-        self._agree(edges, make)
-        self._agree(edges, lambda edge: _C.device_end_connect(ends[edge]))
-        self._agree(receives, lambda edge: _C.edge_proof_post(ends[edge], self.proof_bytes))
+        yield self._failure(edges, make)
+        yield self._failure(edges, lambda edge: _C.device_end_connect(ends[edge]))
+        yield self._failure(receives, lambda edge: _C.edge_proof_post(ends[edge], self.proof_bytes))
         for edge in sorted(offers):  # of all ranks, one after another: each has the machine for itself
-            self._agree([edge] if edge in ends else [], move)
-        self._agree(sends + receives, lambda edge: _C.edge_proof_end(ends[edge]))
-        return seconds
+            yield self._failure([edge] if edge in ends else [], move)
+        yield self._failure(sends + receives, lambda edge: _C.edge_proof_end(ends[edge]))
+
+    def _failure(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> tuple[str, str] | None:
+        """Runs a part of a proof for edges, up to a failure. Collective: returns on all ranks the first edge that
+        failed, in words, and why; None if none failed."""
+        mine: dict[Edge, tuple[str, str]] = {}
+        for edge in edges:
+            try:
+                call(edge)
+            except _C.PipelineError:  # a rank is gone or has failed: another way would not help
+                raise
+            except (RuntimeError, ValueError, MemoryError, OSError) as error:
+                first = (str(error) or type(error).__name__).splitlines()[0]
+                text = _C.edge_end_text(self._controls[edge])
+                mine[edge] = text, first.removeprefix(text).lstrip(",: ")
+                break
+        failed = [found for theirs in self.group.all_gather_object(mine) for found in theirs.items()]
+        if not failed:
+            return None
+        edge, (text, _) = min(failed)  # later edges may have failed because a rank came no further
+        return text, "; ".join(why for each, (_, why) in failed if each == edge)
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """Returns the message: each edge and way has different bytes, so old bytes in memory never match."""
@@ -306,8 +297,8 @@ class DeviceEdges:
         words = torch.empty(self.proof_bytes // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
         return words.view(torch.uint8)[: self.proof_bytes]
 
-    def _refuse(self, way: Way, refused: _Refused, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
-        """Closes the ends of a way that failed.
+    def _refuse(self, way: Way, edge: str, why: str, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
+        """Closes the ends of a way that failed at an edge.
 
         Raises:
             RuntimeError: a transfer cannot be ended, or the way was asked for by name; raised on every rank.
@@ -317,28 +308,19 @@ class DeviceEdges:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
             raise RuntimeError(
-                f"{refused.edge}: messages by transport={way.name!r} do not arrive ({refused.why}), "
+                f"{edge}: messages by transport={way.name!r} do not arrive ({why}), "
                 f"and what the GPU has begun cannot be undone. {way.needs}; "
                 f"start again with another transport=, as {others}"
             )
-        failed = f"{refused.edge}: transport={way.name!r} failed its proof"
+        failed = f"{edge}: transport={way.name!r} failed its proof"
         if self.transport != "auto":
-            raise RuntimeError(
-                f'{failed}: {refused.why}. {way.needs}; or use transport="auto", which takes another way'
-            )
-        self._refused.append(f"{way.name}: {refused.edge}: {refused.why}")
+            raise RuntimeError(f'{failed}: {why}. {way.needs}; or use transport="auto", which takes another way')
+        self._refused.append(f"{way.name}: {edge}: {why}")
         if self.group.rank == 0:
             warnings.warn(
-                f"{failed} and is not used: {refused.why}. {way.needs}. engine.edges says what is used instead",
+                f"{failed} and is not used: {why}. {way.needs}. engine.edges says what is used instead",
                 stacklevel=2,
             )
-
-
-class _Refused(Exception):
-    """A part of a proof has failed, on any rank: the edge in words, and the reason."""
-
-    def __init__(self, edge: str, why: str) -> None:
-        self.edge, self.why = edge, why
 
 
 def _close(ends: Mapping[Edge, Any], is_receiver: Mapping[Edge, bool]) -> list[str]:

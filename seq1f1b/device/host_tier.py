@@ -40,7 +40,6 @@ class _Copy(NamedTuple):
     begin: Any
     end: Any
     bytes: int
-    is_out: bool
 
 
 class HostTier(Tier):
@@ -58,16 +57,14 @@ class HostTier(Tier):
         super().__init__(device, 1)
         launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # counts ranks of other pipelines on this host, too
         self._host_ranks = max(group.local_size, int(launched) if launched.isdigit() else 1)
-        self._name = f"Memory(offload=HOST) on {device}"
         self._pieces: list[Tensor] | None = []  # None: closed
         self._most_loads = 0
         self._copies: dict[tuple[int, bool], _Copy] = {}  # of the step, by load and whether the copy goes out
         self._held: dict[int, list[torch.UntypedStorage]] = {}  # by load, memory that a copy may use
         self._broken = ""  # why copies have failed for good
         self._compute: Any = None  # the stream on which units compute
-        with _told(f"{self._name}: "):
-            self._in: Any = self.cuda.Stream(device)
-            self._out: Any = self.cuda.Stream(device)
+        self._in: Any = self.cuda.Stream(device)
+        self._out: Any = self.cuda.Stream(device)
 
     @staticmethod
     def check(device: torch.device) -> None:
@@ -78,8 +75,8 @@ class HostTier(Tier):
         self.reset()  # again, if an interrupt ended the last one
         if self._broken:
             raise RuntimeError(
-                f"{self._name}: copies have failed ({self._broken}), and what waits for them cannot go on: end this "
-                "process and start it again"
+                f"Memory(offload=HOST) on {self.device}: copies have failed ({self._broken}), and what waits for them "
+                "cannot go on: end this process and start it again"
             )
         self._most_loads = most_loads
         self._copies.clear()
@@ -90,13 +87,12 @@ class HostTier(Tier):
     def step_facts(self) -> TierFacts | None:
         if self._pieces is None:
             return None
-        totals = {True: [0, 0], False: [0, 0]}
-        for copy in self._copies.values():
+        moved, ns = [0, 0], [0, 0]  # in and out
+        for (_, is_out), copy in self._copies.items():
             if copy.end.query():
-                totals[copy.is_out][0] += copy.bytes
-                totals[copy.is_out][1] += int(copy.begin.elapsed_time(copy.end) * 1e6)
-        (bytes_out, ns_out), (bytes_in, ns_in) = totals[True], totals[False]
-        return TierFacts(len(self._pieces) * _PIECE, bytes_out, bytes_in, ns_out, ns_in)
+                moved[is_out] += copy.bytes
+                ns[is_out] += int(copy.begin.elapsed_time(copy.end) * 1e6)
+        return TierFacts(len(self._pieces) * _PIECE, *reversed(moved), *reversed(ns))
 
     def came_back(self, number: int) -> int:
         copy = self._copies.get((number, False))
@@ -120,23 +116,20 @@ class HostTier(Tier):
         is_out, size = not load.comes_in, sum(size for _, size in load.parts)
         self._grow(load)
         stream = self._out if is_out else self._in
-        way = "moving {} bytes out to" if is_out else "bringing {} bytes back from"
-        with _told(f"{self._name}: {way.format(size)} pinned host memory: "):
-            begin, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-            self._held[number] = storages
-            stream.wait_stream(self._compute)
-            begin.record(stream)
-            for storage, (offset, count) in zip(storages, load.parts, strict=True):
-                data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                for piece, there in self._spans(offset, count):
-                    here = data[there.start - offset : there.stop - offset]
-                    self._copy(*((piece, here) if is_out else (here, piece)), stream)
-            end.record(stream)
-        self._copies[number, is_out] = _Copy(begin, end, size, is_out)
+        begin, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        self._held[number] = storages
+        stream.wait_stream(self._compute)
+        begin.record(stream)
+        for storage, (offset, count) in zip(storages, load.parts, strict=True):
+            data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for piece, there in self._spans(offset, count):
+                here = data[there.start - offset : there.stop - offset]
+                self._copy(*((piece, here) if is_out else (here, piece)), stream)
+        end.record(stream)
+        self._copies[number, is_out] = _Copy(begin, end, size)
 
     def _wait(self, number: int) -> None:
-        with _told(f"{self._name}: waiting for pinned host memory: "):
-            self._compute.wait_event(self._copies[number, not self._loads[number].comes_in].end)
+        self._compute.wait_event(self._copies[number, not self._loads[number].comes_in].end)
         del self._held[number]
 
     def _await_copies(self) -> str:
@@ -170,8 +163,8 @@ class HostTier(Tier):
                 self._pieces.append(self._pin(_PIECE))
         except RuntimeError as error:
             raise MemoryError(
-                f"{self._name} could not pin {missing} bytes of host memory beside {room}: {error}; move fewer units "
-                "by Memory(units=), or use shorter segments"
+                f"Memory(offload=HOST) on {self.device} could not pin {missing} bytes of host memory beside {room}: "
+                f"{error}; move fewer units by Memory(units=), or use shorter segments"
             ) from error
 
     def _spans(self, offset: int, count: int) -> Iterator[tuple[Tensor, range]]:
@@ -190,15 +183,6 @@ class HostTier(Tier):
     def _copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
         with self.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-
-
-@contextlib.contextmanager
-def _told(prefix: str) -> Iterator[None]:
-    """Prefixes errors of CUDA with the tier's name and what it did."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        raise type(error)(f"{prefix}{error}") from error
 
 
 def check_host(host_ranks: int, needed: int, root: str = "") -> None:

@@ -1,9 +1,7 @@
-"""The library of the package's own CUDA kernels, and the choice of a kernel for attention.
+"""The library of the package's own CUDA kernels, and the launch of attention.
 
-Each kernel is checked on its device at the first use (attention_proof.py). Kernels of attention run the calls with
-documents or a soft cap on every GPU of Ampere or later. The alternative for a soft cap is matrix products, up to 200
-times slower. In torch's deterministic mode our backward is not used, because the order of its sums of dQ varies.
-``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses our kernels for every possible call, without the check;
+The kernels run on every GPU of Ampere or later, and each is checked at its first use (proofs.py).
+``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses them for every possible call, without the check;
 ``library`` uses none. The environment is read once, at the import of this module.
 """
 
@@ -12,15 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from seq1f1b.device import attention_proof, kernel_tables
-from seq1f1b.device.attention_proof import DTYPES, REBUILD, Proofs, Use
+from seq1f1b.device import kernel_tables
 from seq1f1b.device.kernel_tables import Operation
 
 __all__: list[str] = []
@@ -68,29 +63,6 @@ def preference() -> str:
     return preferred
 
 
-_proofs = Proofs(
-    f"Matrix products, up to 200 times slower, take its place there. {REBUILD}",
-    "the CUDA kernel ",
-)
-
-
-def choose(name: str, q: Tensor) -> Operation | None:
-    """Returns our operation to launch for the queries; None: use torch's ops.
-
-    Raises:
-        RuntimeError: the environment asks for our kernels, and their library was not built.
-    """
-    found = wanted(name, q.device)
-    adds_in_order = name == ATTENTION[0] or not torch.are_deterministic_algorithms_enabled()
-    if found is None or q.dtype not in DTYPES or q.shape[3] not in HEADS or not adds_in_order:
-        return None
-    if preference():
-        return found
-    use = Use(name, q.dtype, q.shape[3], q.shape[3], q.device)
-    prove = functools.partial(attention_proof.prove, functools.partial(launch_attention, found), use)
-    return found if _proofs.holds(use, prove) else None
-
-
 def wanted(name: str, device: torch.device) -> Operation | None:
     """Returns our operation, unchecked; None if it is not built, not for the device, or ruled out by the environment.
 
@@ -120,21 +92,21 @@ def can_run(device: torch.device) -> bool:
     return capability(device) >= (8, 0)
 
 
-def warn_of_products(name: str, q: Tensor, v_head_dim: int) -> None:
+def warn_of_products(device: torch.device, dtype: str, head_dim: int, v_head_dim: int) -> None:
     """Warns once if matrix products run a call for lack of a kernel, although the device could run our kernels."""
-    found, sizes = wanted(name, q.device), (q.shape[3], v_head_dim)
-    has_none = not LIBRARY.exists() if found is None else sizes not in ((size, size) for size in HEADS)
-    if not preference() and can_run(q.device) and has_none:
-        _warn_of_products(found is not None, DTYPES[q.dtype], " and ".join(map(str, sorted({*sizes}))))
+    if preference() or not can_run(device):
+        return
+    heads = " and ".join(map(str, sorted({head_dim, v_head_dim})))
+    if not operations():
+        _warn("which were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1")
+    elif head_dim != v_head_dim or head_dim not in HEADS:  # otherwise the kernel failed its check, which said so
+        _warn(
+            f"which are for heads of 64 or 128 in bfloat16 or float16, not for heads of {heads} in {dtype}: choose such"
+        )
 
 
 @functools.cache
-def _warn_of_products(is_built: bool, dtype: str, heads: str) -> None:
-    why = (
-        f"which are for heads of 64 or 128 in bfloat16 or float16, not for heads of {heads} in {dtype}: choose such"
-        if is_built
-        else "which were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1"
-    )
+def _warn(why: str) -> None:
     warnings.warn(
         "attention with a soft cap goes by matrix products, up to 200 times slower than by this package's CUDA "
         f"kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
@@ -142,21 +114,9 @@ def _warn_of_products(is_built: bool, dtype: str, heads: str) -> None:
     )
 
 
-# The functions behind torch.cuda's wrappers save microseconds in each launch; torch's build for CPUs lacks them.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-def on(index: int) -> AbstractContextManager[object]:
-    """Makes the CUDA device of an index current for a launch; index -1 stands for the CPU and changes nothing."""
-    return nullcontext() if index < 0 or index == _current_device() else torch.cuda.device(index)
-
-
-def raw_stream(index: int) -> int:
+def stream_of(index: int) -> int:
     """Returns the address of the current stream of a CUDA device; 0 for the CPU's index -1."""
-    if index < 0:
-        return 0
-    return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
 
 
 def launch_attention(
@@ -186,11 +146,11 @@ def launch_attention(
         *_rows(dout), *_rows(dq), *_rows(dk, dv), store, *_rows(own_dk, own_dv),
     )  # fmt: skip
     index = q.get_device()
-    with on(index):  # the launcher queries the current device
+    with torch.cuda.device(index):  # which the launcher queries; -1, for the CPU, changes nothing
         size = operation.scratch_bytes(pack(0, 0))
         operation.check(max(0, -size))
         scratch = q.new_empty(size, dtype=torch.uint8)  # returns to the stream's pool after the launch
-        operation.launch(pack(scratch.data_ptr(), size), raw_stream(index))
+        operation.launch(pack(scratch.data_ptr(), size), stream_of(index))
 
 
 def _rows(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -140,12 +140,6 @@ def bad_calls() -> list[tuple[str, Callable[[], object]]]:
         ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
         ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
         ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
-        ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), none(), 2, 0, 1)),
-        ("sequence_parallel is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
-        (
-            "doc_ids is \\(2, 4\\)",
-            lambda: ops.positions(torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.int32), 1, 0, 1),
-        ),
         (
             "segment_attention outside a step",
             lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),

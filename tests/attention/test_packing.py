@@ -233,7 +233,7 @@ def test_positions_begin_anew_with_each_document():
         (document_starts(packed_ids(ROWS)).roll(1, 0) + 1, "doc_ids of row"),
         (doc_ids[:, :5], r"doc_ids is \(4, 5\)"),
     ]:
-        with pytest.raises(RuntimeError, match=text):
+        with pytest.raises(ValueError, match=text):
             seq1f1b.positions(x, doc_ids=ids)
 
 

@@ -8,8 +8,7 @@
 #include "core/lower.h"
 #include "core/receives.h"
 
-#include "device/copy_end.h"
-#include "device/nccl_end.h"
+#include "device/device_end.h"
 #include "run/arena.h"
 #include "run/executor.h"
 #include "schedules/families.h"
@@ -487,47 +486,6 @@ static const setting THREE_RANKS = {.family = "seq1f1b",
                                     .seed = 3,
                                     .timeout_s = 0.5};
 
-/* Every rank has failed, and whoever calls again is told why. */
-static void check_failed_step(pipeline *p, const char *edge, const char *part)
-{
-    s1f_failure failure;
-    s1f_group_failure(p->groups[0], &failure);
-    if (strstr(failure.edge, edge) == NULL || strstr(failure.text, part) == NULL || failure.unit[0] == '\0')
-        fprintf(stderr, "edge '%s', unit '%s', text '%s'\n", failure.edge, failure.unit, failure.text);
-    CHECK(strstr(failure.edge, edge) != NULL && strstr(failure.text, part) != NULL && failure.unit[0] != '\0');
-    for (int32_t rank = 0; rank < p->set.num_ranks; rank++) {
-        CHECK(p->states[rank].status != S1F_OK);
-        CHECK(p->states[rank].num_unused == MAX_BUFFERS); /* what was handed out is back */
-    }
-    if (p->set.transport != BY_NCCL)
-        return;
-    s1f_group_clear(p->groups[0]);
-    step(p, 9);
-    for (int32_t rank = 0; rank < p->set.num_ranks; rank++)
-        CHECK(strstr(p->states[rank].error, "build the engine again") != NULL);
-}
-
-static void test_faults_of_transfers(void)
-{
-    static const struct {
-        int32_t sends, result;
-        const char *edge, *part;
-    } faults[] = {/* what is lost stops the others as well, and any of these may be late first */
-                  {1, 0, "of stage", "under way for 0.5 s"},
-                  {0, 0, "of stage", "under way for 0.5 s"},
-                  {1, 6, "activations of stage 1 to 2", "remote process exited"},
-                  {0, 6, "activations of stage 1 to 2", "remote process exited"}};
-    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
-        pipeline p;
-        make_pipeline(THREE_RANKS, &p);
-        step(&p, 1);
-        stand_in_fault(faults[i].sends, 1, 2, 3, faults[i].result);
-        step(&p, 2);
-        check_failed_step(&p, faults[i].edge, faults[i].part);
-        free_pipeline(&p);
-    }
-}
-
 /* A unit that raises, and a host that is late: as over host memory, and nothing stays under way on the GPUs. */
 static void test_faults_of_hosts(void)
 {
@@ -557,7 +515,6 @@ int main(int argc, char **argv)
 {
     int is_slow = argc > 1 && strcmp(argv[1], "valgrind") == 0;
     test_orders_and_timings(argc > 2 ? atoi(argv[2]) : is_slow ? 10 : 60); /* of four steps each */
-    test_faults_of_transfers();
     test_faults_of_hosts();
     return check_failures();
 }

@@ -20,7 +20,7 @@ from slices import full_only
 from torch import Tensor
 
 from seq1f1b.attention.causal import causal_attention
-from seq1f1b.device import attention_proof, cuda_attention
+from seq1f1b.device import cuda_attention, proofs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
@@ -78,7 +78,7 @@ def test_documents_in_pieces_and_captured_graphs_go_by_products(
     """The first segment goes by flash where its documents are whole; a captured graph reads nothing."""
     docs = DOCS.clone()
     docs[0, 16:] = docs[0, 16:] if is_captured else 9
-    monkeypatch.setattr(attention_proof, "is_capturing", lambda: is_captured)
+    monkeypatch.setattr(proofs, "is_capturing", lambda: is_captured)
     qkv, dout = (random_qkv(4, 2, **SMALL, seed=seed) for seed in (0, 1))
     check(segmented([8, 12], {"doc_ids": docs}, [qkv], [dout[0]])[0], {"doc_ids": docs}, qkv, dout[0])
     assert [name for name, *_ in calls].count(FORWARD) == (0 if is_captured else 2)

@@ -4,7 +4,6 @@ where they have proven themselves? The kernels run on the emulation of tests/cud
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,8 @@ import torch
 from emulated_cuda import build, emulated_kernels
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, attention_proof, kernel_library
-from seq1f1b.device.attention_proof import Use
-
-CPU = torch.device("cpu")
-WHATS = ("merge", "add", "finish", "total")
-DTYPES = list(attention_proof.DTYPES)
+from seq1f1b.device import attention_parts, kernel_library, proofs
+from seq1f1b.device.attention_parts import WHATS
 
 
 @pytest.fixture(scope="module")
@@ -78,50 +73,36 @@ def _refused(is_launched: bool) -> bool:
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> attention_proof.Proofs:
-    """As in a new process, on a GPU."""
-    now = attention_parts._proofs
-    fresh = attention_proof.Proofs(now.instead, now.family)
-    monkeypatch.setattr(attention_parts, "_proofs", fresh)
+def gpu(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As in a new process, on a GPU; what is launched there."""
+    monkeypatch.setattr(proofs, "results", {})
     monkeypatch.setattr(kernel_library, "preferred", "")
     monkeypatch.setattr(kernel_library, "can_run", lambda device: True)
-    return fresh
+    return launched
 
 
-def chosen(what: str = "merge", dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> object | None:
+def chosen(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> object | None:
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-    return attention_parts._operation(what, q, q)
+    return attention_parts._operation(q, torch.empty(1, 1, 1, v_head_dim or head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("what, dtype", list(itertools.product(WHATS, DTYPES)), ids=str)
+@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
 def test_kernels_that_are_right_prove_it_once(
-    what: str, dtype: torch.dtype, launched: list[str], proofs: attention_proof.Proofs, recwarn: pytest.WarningsRecorder
+    dtype: torch.dtype, gpu: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    state = torch.get_rng_state()
-    for head_dim in (64, 128, 40, 96, 256, 8):
-        assert chosen(what, dtype, head_dim) is not None
-    count = len(launched)
-    assert set(launched) == {what} and chosen(what, dtype, 64) is not None and len(launched) == count
-    assert chosen(what, dtype, 20) is chosen(what, torch.float32) is None
-    attention_parts.prove(chosen(what, dtype), Use(what, dtype, 64, 24, CPU))
-    assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
+    for sizes in ((64,), (40,), (256,), (8,), (64, 24)):
+        assert chosen(dtype, *sizes) is not None
+    count = len(gpu)
+    assert set(gpu) == set(WHATS) and chosen(dtype) is not None and len(gpu) == count
+    assert chosen(dtype, 20) is chosen(torch.float32) is None
+    assert not recwarn.list
 
 
-def changed(index: int, change: Any) -> Any:
-    """A launch with another argument of attention_parts._launch."""
-    return lambda launch: lambda *a: launch(*a[:index], change(a[index]), *a[index + 1 :])
+def changed(field: str, change: Any) -> Any:
+    return lambda work: work._replace(**{field: change(getattr(work, field))})
 
 
-def a_result_off(launch: Any) -> Any:
-    def run(*a: Any) -> bool:
-        is_launched = bool(launch(*a))
-        (a[5] or a[4])[0][0, 0, 0, 1] += 64.0  # of outs or slabs
-        return is_launched
-
-    return run
-
-
-def _raise(*arguments: Any) -> bool:
+def fails(work: attention_parts.Work) -> attention_parts.Work:
     raise RuntimeError("CUDA error 209: no kernel image is available")
 
 
@@ -129,36 +110,38 @@ def a_row_too_far(outs: Any) -> Any:
     return tuple(t.as_strided(t.shape, t.stride(), t.storage_offset() + t.stride(2)) for t in outs)
 
 
-DEFECTS = {  # by what is launched, how the launch differs
-    "merge: results swapped": changed(3, lambda parts: parts[::-1]),
-    "merge: lse swapped": changed(6, lambda lses: (lses[1], lses[0], lses[2])),
-    "add: stores": changed(2, lambda store: True),
-    "add: does not store": changed(2, lambda store: False),
-    "add: k and v swapped": changed(3, lambda parts: parts[::-1]),
-    "finish: stores": changed(2, lambda store: True),
-    "finish: a row too far": changed(5, a_row_too_far),
-    "finish: a row is left out": changed(3, lambda parts: tuple(t[:, :, :-1] for t in parts)),
-    "total: leaves one out": changed(3, lambda parts: (*parts[:-1], parts[0])),
-    "total: an element off": a_result_off,
-    "add: an element off": a_result_off,
-    "add: a launch fails": lambda launch: _raise,
-    "total: no launch": lambda launch: lambda *a: False,
+DEFECTS = {  # by what is launched, the work that is done in its place
+    "merge: results swapped": changed("parts", lambda parts: parts[::-1]),
+    "merge: lse swapped": changed("lses", lambda lses: (lses[1], lses[0], lses[2])),
+    "add: stores": changed("store", lambda store: True),
+    "add: does not store": changed("store", lambda store: False),
+    "add: fails": fails,
+    "finish: stores": changed("store", lambda store: True),
+    "finish: a row too far": changed("outs", a_row_too_far),
+    "finish: a row is left out": changed("parts", lambda parts: tuple(t[:, :, :-1] for t in parts)),
+    "total: leaves one out": changed("parts", lambda parts: (*parts[:-1], parts[0])),
+    "total: no launch": None,
 }
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
-    name: str, launched: list[str], proofs: attention_proof.Proofs, monkeypatch: pytest.MonkeyPatch
+    name: str, gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = name.partition(":")[0]
+    launch, defect = attention_parts._launch, DEFECTS[name]
+
+    def wrong(operation: Any, work: attention_parts.Work) -> bool:
+        if work.what != name.partition(":")[0]:
+            return launch(operation, work)
+        return defect is not None and launch(operation, defect(work))
+
     with monkeypatch.context() as patch:
-        patch.setattr(attention_parts, "_launch", DEFECTS[name](attention_parts._launch))
-        words = f"kernel attention_parts {what} .bfloat16, heads of 64. failed its check on cpu"
+        patch.setattr(attention_parts, "_launch", wrong)
+        words = "kernel attention_parts .bfloat16, heads of 64. failed its check on cpu"
         with pytest.warns(UserWarning, match=words) as said:
-            assert [chosen(what), chosen(what)] == [None] * 2
-    (text,) = (str(warning.message) for warning in said)
-    assert "SEQ1F1B_CUDA_KERNELS=library" in text and "Install seq1f1b again" in text
-    assert chosen(what) is None and chosen("total" if what != "total" else "add") is not None
+            assert [chosen(), chosen()] == [None] * 2
+    assert len(said) == 1 and "Torch's ops, which are slower, take its place" in str(said[0].message)
+    assert chosen() is None and chosen(torch.float16) is not None
 
 
 # -- which library ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables, proofs
 from seq1f1b.device.kernel_tables import Operation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,33 +49,42 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for those of a GPU on which every kernel proves itself."""
-    monkeypatch.setattr(kernel_library, "_proofs", attention_proof.Proofs(""))
+    monkeypatch.setattr(proofs, "results", {})
     monkeypatch.setattr(kernel_library, "can_run", lambda device: True)
-    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
+    monkeypatch.setattr(attention_proof, "prove", lambda use: None)
 
 
 # -- which kernel ----------------------------------------------------------------------------------------------------
 
 
-def test_kernels_take_documents_and_soft_caps(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels leave a call to torch's flash op or cuDNN if either takes it."""
+def test_which_calls_go_by_which_way(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels leave calls that torch's flash op or cuDNN takes to these, unless the environment asks for ours."""
     on_a_gpu(monkeypatch)
-    kernel_library._warn_of_products.cache_clear()
+    kernel_library._warn.cache_clear()
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
-    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
-    of_documents = options._replace(docs=docs, key_docs=docs)
-    assert cuda_attention.way(queries(), 64, options._replace(softcap=20.0)) == "own"
-    assert cuda_attention.way(queries(), 64, of_documents) == "own"
-    assert cuda_attention.way(queries(head_dim=96), 96, of_documents) == "documents"
+    plain = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
+    of_documents = plain._replace(docs=docs, key_docs=docs)
+
+    def way(options: cuda_attention.Options, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> str:
+        return cuda_attention.way(queries(dtype, head_dim), head_dim, options)
+
+    assert way(plain._replace(softcap=20.0)) == way(of_documents) == "own"
+    assert way(of_documents, 96) == "documents"
     with pytest.warns(UserWarning, match="not for heads of 96 in bfloat16"):
-        assert cuda_attention.way(queries(head_dim=96), 96, of_documents._replace(softcap=20.0)) == "plain"
-    assert cuda_attention.way(queries(), 64, options._replace(window=3)) == "flash"
-    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: True)
-    assert cuda_attention.way(queries(), 64, options) == "cudnn"
+        assert way(of_documents._replace(softcap=20.0), 96) == "plain"
+    assert way(plain._replace(window=3)) == "flash" and way(plain, dtype=torch.float32) == "plain"
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_attention, "_has_cudnn", lambda *of: True)
+        assert way(plain) == "cudnn"
     monkeypatch.setattr(kernel_library, "preferred", "own")
-    assert cuda_attention.way(queries(), 64, options) == "own"
+    assert way(plain) == "own" and way(plain, 32) == "flash"
+    assert way(plain._replace(slopes=torch.ones(4))) == "plain" and way(plain._replace(scale=-1.0)) == "flash"
+    assert cuda_attention.way(queries(), 64, plain, "attention_backward") == "flash"  # the library has none
     monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert cuda_attention.way(queries(), 64, of_documents) == "documents"
+    assert way(of_documents) == "documents"
+    monkeypatch.setattr(kernel_library, "preferred", "mine")
+    with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
+        way(plain)
 
 
 def test_where_torch_is_deterministic_no_backward_of_ours_runs(
@@ -87,28 +94,21 @@ def test_where_torch_is_deterministic_no_backward_of_ours_runs(
     library |= dict.fromkeys(kernel_library.ATTENTION, FOUND)
     torch.use_deterministic_algorithms(True)
     try:
-        chosen = [kernel_library.choose(name, queries()) for name in kernel_library.ATTENTION]
+        assert [cuda_attention._has_own(name, queries()) for name in kernel_library.ATTENTION] == [True, False]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert chosen == [FOUND, None]
 
 
-def test_the_environment_asks_for_ours(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "preferred", "own")
-    assert kernel_library.choose("attention_forward", queries()) is not None
-    assert kernel_library.choose("attention_forward", queries(head_dim=96)) is None
-    assert kernel_library.choose("attention_backward", queries()) is None
-    empty = torch.empty(0)
-    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
-    assert cuda_attention.way(queries(), 64, options) == "own"
-    for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
-        assert cuda_attention.way(queries(), 64, other) != "own"
-    assert cuda_attention.way(queries(), 32, options) == "flash"
-    assert cuda_attention.way(queries(torch.float32), 64, options) == "plain"
+def test_older_gpus_and_cpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, (capability, wanted) in enumerate((((7, 5), False), ((8, 0), True), ((12, 0), True))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert kernel_library.can_run(torch.device("cuda", 100 + index)) is wanted
+    assert not kernel_library.can_run(torch.device("cpu"))
 
-    monkeypatch.setattr(kernel_library, "preferred", "mine")
-    with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
-        kernel_library.choose("attention_forward", queries())
+
+def test_what_doctor_says(library: dict[str, Operation]) -> None:
+    (line,) = kernel_library.describe()
+    assert "sm_80 sm_90 compute_80, nvcc 13.0.88; for documents and soft caps, heads of 64 and 128, on each GPU" in line
 
 
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,13 +117,7 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "not built (no nvcc at installation" in kernel_library.describe()[0]
     monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
-        kernel_library.choose("attention_forward", queries())
-
-
-def test_what_doctor_says(library: dict[str, Operation]) -> None:
-    (line,) = kernel_library.describe()
-    assert "sm_80 sm_90 compute_80, nvcc 13.0.88; for documents and soft caps, heads of 64 and 128" in line
-    assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
+        cuda_attention._has_own("attention_forward", queries())
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -139,31 +133,26 @@ def launch() -> None:
 
 def test_launches_are_on_the_tensors_device(library: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     """How much scratch memory one needs depends on what the current device can do."""
-    current: list[int] = []
-    asked: list[list[int]] = []
+    current, asked = [0], list[int]()
 
-    @contextmanager
-    def on(index: int) -> Iterator[None]:
-        current.append(index)
-        yield
-        current.pop()
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
 
-    def recorded(run: Callable[..., int]) -> Callable[..., int]:
-        return lambda *a: asked.append([*current]) or run(*a)
+        def __enter__(self) -> None:
+            current.append(self.index)
 
-    library[FOUND.name] = FOUND._replace(scratch_bytes=recorded(FOUND.scratch_bytes), call=recorded(FOUND.call))
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_library, "on", on)
-        launch()
-        attention_parts._launch(library[FOUND.name], "total", False, (queries(),), (), (queries(),))
-    assert asked == [[-1]] * 3 and not current
+        def __exit__(self, *error: object) -> None:
+            current.pop()
 
-    entered: list[int] = []
-    monkeypatch.setattr(kernel_library, "_current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
-    for index in (-1, 0, 1):
-        with kernel_library.on(index):
-            assert entered == [1] * (index == 1)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    library[FOUND.name] = FOUND._replace(
+        scratch_bytes=lambda arguments: asked.append(current[-1]) or 48,
+        call=lambda arguments, stream: asked.append(current[-1]) or 0,
+    )
+    launch()
+    attention_parts._launch(library[FOUND.name], attention_parts.Work("total", (queries(),), outs=(queries(),)))
+    assert asked == [-1] * 3 and current == [0]
 
 
 def test_a_launch_that_fails_has_cudas_words(library: dict[str, Operation]) -> None:
@@ -224,23 +213,19 @@ def built() -> Path:
     return kernel_library.LIBRARY
 
 
-def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) -> None:
+def test_it_needs_the_c_library_only_and_has_an_operation_of_each_source(built: Path) -> None:
+    sources = {re.sub(r"^sm\d+_", "", Path(source).stem) for source in setup.cuda_sources()}
+    assert sources == set(kernel_library.OPERATIONS)
+    assert {found.architectures for found in kernel_library.operations().values()} == {"sm_80 sm_90 compute_80"}
     if shutil.which("readelf") is None:
         pytest.skip("readelf (binutils) is not installed")
-    output = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        for command in (["readelf", "-d", str(built)], ["nm", "-D", "--defined-only", str(built)])
-    ]
-    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output[0])
-    assert [name for name in needed if not re.fullmatch(r"lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*", name)] == []
-    assert {line.split()[-1] for line in output[1].splitlines()} >= {f"s1f_cuda_{n}" for n in kernel_library.OPERATIONS}
-    assert [line for line in output[1].splitlines() if not line.split()[-1].startswith("s1f_cuda_")] == []
-
-
-def test_it_has_an_operation_of_each_source(built: Path) -> None:
-    sources = [re.sub(r"^sm\d+_", "", Path(source).stem) for source in setup.cuda_sources()]
-    assert sorted(sources) == sorted(kernel_library.OPERATIONS)
-    assert {found.architectures for found in kernel_library.operations().values()} == {"sm_80 sm_90 compute_80"}
+    needed, shown = (
+        subprocess.run([*command, built], capture_output=True, text=True, check=True).stdout
+        for command in (["readelf", "-d"], ["nm", "-D", "--defined-only"])
+    )
+    libraries = re.findall(r"\(NEEDED\).*\[(.*)\]", needed)
+    assert [name for name in libraries if not re.fullmatch(r"lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*", name)] == []
+    assert {line.split()[-1] for line in shown.splitlines()} == {f"s1f_cuda_{name}" for name in sources}
 
 
 def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
@@ -253,7 +238,6 @@ def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
                 kernel_library.operations()[name], q, q, q, q, lse, scale=1.0, window=0, softcap=0.0,
                 docs=torch.empty(0), dout=q, dq=q, dk=q.float(), dv=q.float(),
             )  # fmt: skip
-    for what in ("merge", "add", "finish", "total"):
-        use = attention_proof.Use(what, q.dtype, 64, 64, q.device)
-        with pytest.raises(RuntimeError, match=error):
-            attention_parts.prove(kernel_library.operations()[kernel_library.PARTS], use)
+    use = proofs.Use(kernel_library.PARTS, q.dtype, 64, 64, q.device)
+    with pytest.raises(RuntimeError, match=error):
+        attention_parts.prove(kernel_library.operations()[kernel_library.PARTS], use)

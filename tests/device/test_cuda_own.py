@@ -7,7 +7,6 @@ the same kernels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
-from attention_runs import errors, gradients, random_qkv, segmented
+from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import SHARED_99_KB, build, emulated_kernels
-from path_runs import by_paths, by_units
-from simulated_step import SimulatedStep
 from test_cuda_attention import check
 
 from seq1f1b.attention.causal import causal_attention
-from seq1f1b.device import attention_proof, cuda_attention, kernel_library
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library, proofs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
@@ -55,12 +52,10 @@ CASES: list[tuple[list[int], tuple[int, int], int, torch.dtype, dict[str, Any]]]
     ([66, 1, 33], (4, 2), 64, BF16, {}),
     ([1], (2, 1), 128, FP16, {}),
     ([64, 63], (2, 2), 128, BF16, {"scale": 0.3}),
-    ([126, 74], (3, 3), 128, FP16, {}),
     ([120, 30], (8, 1), 64, BF16, {}),
     ([70, 60], (2, 1), 128, BF16, {"scale": 1.5}),  # logits of +-60
     ([300, 30], (1, 1), 128, BF16, {"window": 100}),
     ([129, 201], (2, 1), 64, FP16, {"window": 64}),
-    ([150, 50], (2, 1), 64, BF16, {"window": 1}),
     ([100, 50], (2, 1), 128, FP16, {"softcap": 2.0}),
     ([200, 130], (2, 1), 64, BF16, documents(50, 143, 1, 60, 76)),
     ([200, 130], (1, 1), 128, FP16, documents(10, 20, 90, 180, 30)),
@@ -84,7 +79,7 @@ def test_segments_equal_the_formula(index: int, calls: Calls) -> None:
     assert sorted(ours) == sorted(kernel_library.ATTENTION * len(CASES[index][0])) and of_aten == []
 
 
-@pytest.mark.parametrize("index", [0, 3, 6, 10, 11])
+@pytest.mark.parametrize("index", [0, 2, 5, 8, 9])
 def test_tiles_for_less_shared_memory(index: int, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the backward on sm_86, sm_89 and sm_120."""
     monkeypatch.setattr(kernel_library, "preferred", "own")
@@ -95,8 +90,8 @@ def test_tiles_for_less_shared_memory(index: int, library: Path, monkeypatch: py
 
 def test_whole_sequences_and_other_layouts(calls: Calls) -> None:
     """Outside of a step, and of rows with space between."""
-    qkv, dout = (random_qkv(4, 2, seed=seed, dtype=BF16, head_dim=72, tokens=100) for seed in (0, 1))
-    qkv, dout = ([t[..., :64] for t in tensors] for tensors in (qkv, dout))
+    found = (random_qkv(4, 2, seed=seed, dtype=BF16, head_dim=72, tokens=100) for seed in (0, 1))
+    qkv, dout = ([t[..., :64] for t in tensors] for tensors in found)
     check(gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0]), {}, qkv, dout[0])
     assert calls == ([], list(kernel_library.ATTENTION))
 
@@ -106,8 +101,7 @@ def test_whole_sequences_and_other_layouts(calls: Calls) -> None:
 def test_the_kernels_pass_the_check_at_the_first_use(
     head_dim: int, dtype: torch.dtype, name: str, calls: Calls
 ) -> None:
-    launch = functools.partial(kernel_library.launch_attention, kernel_library.operations()[name])
-    attention_proof.prove(launch, attention_proof.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
+    attention_proof.prove(proofs.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
     assert calls[1] == [name] * len(attention_proof.CASES)
 
 
@@ -119,7 +113,7 @@ def test_the_kernels_pass_the_check_at_the_first_use(
 def test_ranges_are_merged_and_added_up(
     dtype: torch.dtype, way: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
+    monkeypatch.setattr(cuda_attention, "_has_own", lambda *arguments: False)
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda *of: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "OFTEN", 0)
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8)
@@ -130,17 +124,3 @@ def test_ranges_are_merged_and_added_up(
         {"merge"} if way == "flash" else set()
     )
     assert launched.count("merge") == (2 if way == "cudnn" else 0)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_siblings_equal_their_paths(batch: int, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results over the own keys of each sibling, and over two ranges before them, lie as our kernels read them."""
-    monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
-    step = SimulatedStep([9, 7, 15], parents=[-1, 0, 1], parts={2: [4, 1, 10]}, rows=[30, 0, 50], num_rows=65)
-    given = {"batch": batch, "tokens": 31, "head_dim": 40, "dtype": BF16}
-    qkv, dout = (random_qkv(4, 2, seed=seed, **given) for seed in (0, 1))
-    order = [(kind, s) for kind, segments in (("F", (0, 1, 2)), ("B", (2, 1, 0))) for s in segments]
-    found = by_units(step, order, {}, qkv, dout[0])
-    assert max(errors(found, by_paths(step, {}, qkv, dout[0]))) < 1e-2
-    assert calls[1].count("merge") == 1  # of two ranges; siblings' rows are merged by torch
-    assert calls[1].count("add") == 1 + 2 and "total" in calls[1]

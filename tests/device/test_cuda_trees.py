@@ -19,7 +19,7 @@ from simulated_step import SimulatedStep
 from slices import full_only
 
 from seq1f1b import _C
-from seq1f1b.attention.causal import causal_attention, layer_handle, positions
+from seq1f1b.attention.causal import causal_attention, layer_handle
 from seq1f1b.device import cuda_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -60,20 +60,14 @@ def run(seed: int, name: str, dtype: torch.dtype, **shape: Any) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_units_equal_paths(name: str, dtype: torch.dtype, calls: list[Call]) -> None:
-    for seed in range(2):
-        found = run(seed, name, dtype)
+    """Segments of a few tokens, and longer ones than a call, of which each way cuts what lies before."""
+    for seed, shape in enumerate(({}, {"count": 5, "longest": 23})):
+        found = run(seed, name, dtype, **shape)
         assert max(found) < LIMITS[dtype], (seed, found)
     is_flash = dtype == torch.bfloat16 and name in ("none", "scale", "window", "window of 1", "sinks")
     used = {call[0].split("_attention")[0] for call in calls}
-    assert used == ({"_flash"} if is_flash else set())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_segments_longer_than_a_call(dtype: torch.dtype, calls: list[Call]) -> None:
-    """Each way cuts what lies before, the plain one own keys too; windows end anywhere."""
-    for seed, name in enumerate(("none", "window")):
-        found = run(seed, name, dtype, count=5, longest=23)
-        assert max(found) < LIMITS[dtype], found
+    if name != "documents" or dtype != torch.bfloat16:  # of which a chain among the trees goes by flash
+        assert used == ({"_flash"} if is_flash else set())
 
 
 @pytest.mark.parametrize("seed", [*range(12), *full_only(*((seed,) for seed in range(12, 400)))])
@@ -113,67 +107,21 @@ def test_results_over_many_ranges_are_rounded_once(calls: list[Call]) -> None:
 # -- which calls -----------------------------------------------------------------------------------------------------
 
 
-def prompt_and(parts: list[int], rows: list[int]) -> SimulatedStep:
-    return SimulatedStep([12, sum(parts)], parents=[-1, 0], parts={1: parts}, rows=rows, num_rows=200)
-
-
-def passes_over(step: SimulatedStep, calls: list[Call]) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Ops of the second unit's forward, and of its backward, and the shapes of their keys."""
-    total = sum(step.sizes)
-    qkv = [t.requires_grad_() for t in random_qkv(4, 2, batch=1, tokens=total, head_dim=8, dtype=torch.bfloat16)]
-    for s in range(2):
-        calls.clear()
-        with step.unit("F", 0, s):
-            out = causal_attention(*[t[:, :, step.slice(s)] for t in qkv], layer=layer_handle(0))
-    yield [(name, shape) for name, shape, *_ in calls]
-    calls.clear()
-    with step.unit("B", 0, 1):
-        out.backward(out.detach())
-    yield [(name, shape) for name, shape, *_ in calls]
-
-
-@pytest.mark.parametrize("by_cudnn", [False, True])
-def test_each_sibling_takes_a_call(by_cudnn: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each direction, and one over the prompt: all by the way of such calls."""
-    if by_cudnn:
-        use_cudnn(monkeypatch)
-    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
-    for parts in ([3, 2, 4], [3, 1]):  # cuDNN does not take one token
-        passes = passes_over(prompt_and(parts, [100, 7]), calls)
-        is_cudnn = by_cudnn and 1 not in parts
-        way, sizes = CUDNN if is_cudnn else FLASH, [*parts, 12]
-        over = [(1, 2, size, 8) if is_cudnn else (1, size, 2, 8) for size in sizes]
-        assert next(passes) == [(way if is_cudnn else f"{way}_forward", shape) for shape in over]
-        assert next(passes) == [(f"{way}_backward", shape) for shape in over]
-
-
-def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
-    """Ranges apart, two siblings in one unit: a call for each range and each sibling, none over a copy."""
-    step = SimulatedStep([8, 8, 16], parents=[-1, 0, 1], parts={2: [8, 8]}, rows=[0, 16, 32], num_rows=48)
-    qkv = random_qkv(2, 2, tokens=32, head_dim=8, dtype=torch.bfloat16, batch=1)
-    for s in range(3):
-        calls.clear()
-        with step.unit("F", 0, s), torch.no_grad():
-            causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0))
-    assert [shape[-3] for _, shape, *_ in calls] == [8] * 4
-    first = min(address for *_, address in calls)
-    assert sorted((address - first) // (8 * 2) for *_, address in calls) == [0, 16, 32, 40]  # rows of 8 in 16 bits
-
-
 def test_a_range_with_the_own_keys_is_one_call(calls: list[Call]) -> None:
-    """A chain that lies elsewhere in the slab is no worse off forward than one in the first rows; a range apart is one
-    call more."""
+    """A range apart is one call more, over no copy: keys are read where they lie."""
     step = SimulatedStep([4, 5, 6], parents=[-1, 0, 1], rows=[20, 2, 7], num_rows=30)
     qkv = random_qkv(2, 2, tokens=15, head_dim=8, dtype=torch.bfloat16)
-    for s, lengths in enumerate(([4], [5, 4], [11, 4])):
+    for s, (lengths, rows) in enumerate((([4], [20]), ([5, 4], [2, 20]), ([11, 4], [2, 20]))):
         calls.clear()
         with step.unit("F", 0, s), torch.no_grad():
             causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0))
         assert [shape[1] for _, shape, *_ in calls] == lengths
+        slab = calls[-1][3] - 20 * 8 * 2  # rows of 8 in 16 bits
+        assert [(address - slab) // (8 * 2) for *_, address in calls] == rows
 
 
 def test_siblings_of_one_unit(calls: list[Call]) -> None:
-    """No window, one document, and positions that begin anew."""
+    """No window, and one document."""
     step = SimulatedStep([3, 4], parents=[-1, 0], parts={1: [1, 3]})
     q, k, v = random_qkv(2, 1, tokens=7, batch=1, head_dim=8)
     own = step.slice(1)
@@ -186,12 +134,6 @@ def test_siblings_of_one_unit(calls: list[Call]) -> None:
         causal_attention(*tensors, layer=layer_handle(0), window=3)
     with pytest.raises(RuntimeError, match="siblings share this unit: give a tree of"), step.unit("F", 0, 1):
         causal_attention(*tensors, layer=layer_handle(1), doc_ids=torch.tensor([[5, 5, 6, 5]]))
-    with step.unit("F", 0, 1):
-        assert positions(torch.empty(1, 4)).tolist() == [3, 3, 4, 5]
-        assert positions(torch.empty(1, 2), sequence_parallel=(1, 2)).tolist() == [4, 5]
-        assert positions(torch.empty(1, 4), doc_ids=torch.tensor([[0, 3, 3, 5]])).tolist() == [[3, 0, 1, 0]]
-        with pytest.raises(RuntimeError, match="must be positions of documents' first tokens"):
-            positions(torch.empty(1, 4), doc_ids=torch.tensor([[0, 3, 3, 0]]))
 
 
 def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:

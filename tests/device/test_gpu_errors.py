@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 import time
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from slices import slice_of
 from stand_in_engine import StandInEngine
-from stand_in_library import LOST, STALLED, stand_in
+from stand_in_library import FAILS, LOST, STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import Limits
@@ -58,7 +59,10 @@ def lose(
         if both.wait() == 0 and mend is not None:
             mend()
         both.wait()
-        if mend is not None and transport == "copy":
+        if transport == "nccl":
+            with pytest.raises(RuntimeError, match="build the engine again"):
+                engine.step(tokens, target=target)
+        elif mend is not None:
             engine.step(tokens, target=target)
         closing = time.monotonic()
         engine.close()
@@ -83,14 +87,16 @@ def test_an_error_of_a_gpu_ends_the_step_on_every_rank_within_a_second(transport
 
 @pytest.mark.parametrize(("transport", "seed"), SEEDS)
 def test_close_returns_within_its_limit_and_frees_nothing_that_is_in_use(transport: str, seed: int) -> None:
-    """Copies cannot be ended: they keep what they use, and each rank says so once. NCCL's transfers are aborted."""
+    """Copies cannot be ended: they keep what they use, and each rank says so once. NCCL's transfers are aborted, those
+    of a message that is lost or whose other process has failed."""
     stand_in().reset(seed)
+    is_lost = transport == "copy" or seed % 3 > 0
 
     def harm() -> None:
         if transport == "copy":
             stand_in().damage("cuMemcpyAsync", -1, STALLED)
         else:
-            stand_in().fault(seed % 2 == 0, 0, 1, seed % 5, LOST)
+            stand_in().fault(seed % 2 == 0, 0, 1, seed % 5, LOST if is_lost else FAILS)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,7 +104,8 @@ def test_close_returns_within_its_limit_and_frees_nothing_that_is_in_use(transpo
     told = [str(w.message) for w in caught if "stays until this process ends" in str(w.message)]
     assert len(told) == (2 if transport == "copy" else 0), told
     assert all("of stage 0 to stage 1" in text and "of stage 1 to stage 0" in text for text in told)
-    assert all("for 0." in str(error) and closing < 2 for error, _, closing in harmed), harmed
+    why = "for 0." if is_lost else "activations of stage 0 to stage 1.*: remote process exited"
+    assert all(re.search(why, str(error)) and closing < 2 for error, _, closing in harmed), harmed
     del harmed
     gc.collect()
     assert (stand_in().count("live_allocations") > 0) == (transport == "copy")

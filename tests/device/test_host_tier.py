@@ -45,11 +45,6 @@ def make_engine(model: Any, rank: int, num_ranks: int, group: Any, **options: An
     return StandInEngine(stage, group=group, loss_fn=cross_entropy, **defaults | options)
 
 
-def zero(engine: StandInEngine) -> None:
-    for p in engine.parameters():
-        p.grad = None
-
-
 def train(num_ranks: int, memory: Memory, steps: int = 2, **options: Any) -> list[Any]:
     """For each rank, gradients and losses of all steps, the last report, and the facts of its tier."""
     model = whole_model(CONFIG)
@@ -97,35 +92,28 @@ def test_times_of_copies_and_waits_are_the_stand_ins() -> None:
 
 def test_a_copy_that_fails_ends_the_step_on_every_rank_and_the_next_one_works() -> None:
     tokens, target = batch(CONFIG, 8, LENGTH)
-    model = whole_model(CONFIG)
-
-    both = threading.Barrier(2)
+    model, both = whole_model(CONFIG), threading.Barrier(2)
 
     def run(group: Any) -> Any:
         engine = make_engine(model, group.rank, 2, group, memory=Memory(offload=HOST))
         engine.step(tokens, target=target)
-        good = [p.grad.clone() for p in engine.parameters()]
-        failures = []
-        for call in ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"):
-            zero(engine)
-            if both.wait() == 0:  # neither is in a step: the fault is one of the next
+        good, failures = [p.grad.clone() for p in engine.parameters()], []
+        for call in ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", ""):
+            for p in engine.parameters():
+                p.grad = None
+            if both.wait() == 0 and call:  # neither is in a step: the fault is one of the next
                 stand_in().fail_call(call, 0, 1)
             both.wait()
             try:
                 engine.step(tokens, target=target)
             except (RuntimeError, PipelineError) as error:
-                failures.append(error)
-        zero(engine)
-        engine.step(tokens, target=target)
-        equal = all(torch.equal(p.grad, g) for p, g in zip(engine.parameters(), good, strict=True))
+                failures.append(str(error))
+        assert all(torch.equal(p.grad, g) for p, g in zip(engine.parameters(), good, strict=True))
         engine.close()
-        return failures, equal
+        return failures
 
-    results = run_ranks(2, run)
-    assert all(equal for _, equal in results)
-    for i, words in enumerate(("out to", "back from")):
-        texts = [str(failures[i]) for failures, _ in results]
-        assert sum(words in text and "pinned host memory: cuMemcpy" in text for text in texts) == 2, texts
+    for failures in run_ranks(2, run):
+        assert ["DtoH" in failures[0], "HtoD" in failures[1], len(failures)] == [True, True, 2], failures
 
 
 def test_what_is_refused() -> None:
@@ -137,7 +125,7 @@ def test_what_is_refused() -> None:
     ):
         PipelineEngine(stage, num_microbatches=1, memory=Memory(offload=HOST))
     stand_in().fail_call("cuStreamCreateWithPriority", 0, 2)
-    with pytest.raises(RuntimeError, match=r"Memory\(offload=HOST\) on cpu: cuStreamCreateWithPriority: error 2"):
+    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority: error 2"):
         make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
 
 
@@ -176,18 +164,6 @@ def test_the_room_of_a_host_is_the_least_that_limits_it(tmp_path: Path) -> None:
     assert room() == (2_200_000 - 200_000, "the limit of control group /")
 
 
-def test_a_host_that_is_too_small_is_told_before_its_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "host_room", lambda root: (1 << 20, "free memory"))
-    tokens, target = batch(CONFIG, 8, LENGTH)
-    engine = make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
-    with pytest.raises(MemoryError, match="of pinned host memory more for each of 1 ranks of this host, and free mem"):
-        engine.step(tokens, target=target)
-    assert stand_in().count("cuMemHostAlloc") == 0
-    monkeypatch.undo()
-    engine.step(tokens, target=target)
-    engine.close()
-
-
 # -- the tier alone ----------------------------------------------------------------------------------------------------
 
 
@@ -212,62 +188,50 @@ def tier() -> Iterator[HostTime]:
         yield made
 
 
-def tensors(*sizes: int) -> list[Tensor]:
-    return [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+def bytes_of(size: int) -> Tensor:
+    return torch.randint(256, (size,), dtype=torch.uint8)
 
 
-def move(tier: HostTime, number: int, data: list[Tensor], *, out: bool) -> None:
-    storages = [each.untyped_storage() for each in data]
+def move(tier: HostTime, number: int, data: Tensor, *, out: bool) -> None:
     if out:
-        tier.out(number, storages)
+        tier.out(number, [data.untyped_storage()])
     else:
-        tier.load(number, storages, [each.data_ptr() for each in data])
+        tier.load(number, [data.untyped_storage()], [data.data_ptr()])
 
 
-def go_and_come(tier: HostTime, number: int, data: list[Tensor]) -> list[Tensor]:
-    move(tier, number, data, out=True)
-    tier.wait(number)
-    found = [torch.zeros_like(each) for each in data]
-    move(tier, number, found, out=False)
-    tier.wait(number)
+def go_and_come(tier: HostTime, *loads: Tensor) -> list[Tensor]:
+    found = [torch.zeros_like(data) for data in loads]
+    for is_out, moved in ((True, loads), (False, found)):
+        for number, data in enumerate(moved):
+            move(tier, number, data, out=is_out)
+            tier.wait(number)
     return found
 
 
-def test_the_room_is_written_after_its_last_reader_whatever_stream_computes() -> None:
-    def run(seed: int) -> None:
-        with opened(seed, copy_ns_per_kib=1000) as tier:
-            first, second = tensors(6000), tensors(6000)
-            tier.begin_step(1)
-            found = go_and_come(tier, 0, first)  # the next step computes on a stream that has waited for no copy
-            tier.cuda.computes = tier.cuda.Stream(tier.device)
-            tier.begin_step(1)
-            again = go_and_come(tier, 0, second)
-            assert stand_in().drain(10_000)
-            assert torch.equal(found[0], first[0]) and torch.equal(again[0], second[0])
-
-    for seed in range(8):
-        run(seed)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_room_is_written_after_its_last_reader_whatever_stream_computes(seed: int) -> None:
+    with opened(seed, copy_ns_per_kib=1000) as tier:
+        first, second = bytes_of(6000), bytes_of(6000)
+        tier.begin_step(1)
+        [found] = go_and_come(tier, first)  # the next step computes on a stream that has waited for no copy
+        tier.cuda.computes = tier.cuda.Stream(tier.device)
+        tier.begin_step(1)
+        [again] = go_and_come(tier, second)
+        assert stand_in().drain(10_000)
+        assert torch.equal(found, first) and torch.equal(again, second)
 
 
 def test_later_steps_pin_nothing_and_the_host_never_waits() -> None:
     piece = 8 << 20
-    data = [tensors(piece // 2 + 5, 6000), tensors(piece + 1, 1)]  # loads across pieces
-    size = sum(len(each) for load in data for each in load)
+    data = [bytes_of(piece // 2 + 5), bytes_of(piece + 1)]  # the second goes across pieces
+    size = sum(map(len, data))
     with opened(copy_ns_per_kib=10_000) as tier:
         for _ in range(3):
             tier.begin_step(2)
-            for number, load in enumerate(data):
-                move(tier, number, load, out=True)
-                tier.wait(number)
-            found = [[torch.zeros_like(each) for each in load] for load in data]
-            for number, load in enumerate(found):
-                move(tier, number, load, out=False)
-                tier.wait(number)
+            found = go_and_come(tier, *data)
             assert stand_in().count("synchronisations") == 0
             assert stand_in().drain(60_000)
-            assert all(
-                torch.equal(a, b) for one, two in zip(data, found, strict=True) for a, b in zip(one, two, strict=True)
-            )
+            assert all(map(torch.equal, data, found))
             facts = tier.step_facts()
             assert facts.room_bytes == 2 * piece and facts.bytes_out == facts.bytes_in == size
             assert facts.ns_out > 9 * size and facts.ns_in > 9 * size
@@ -278,46 +242,39 @@ def test_later_steps_pin_nothing_and_the_host_never_waits() -> None:
     ("call", "error", "text"),
     [
         ("cuMemHostAlloc", MemoryError, "on cpu could not pin 8388608 bytes of host memory beside 0: cuMemHostAlloc"),
-        ("cuMemcpyDtoHAsync", RuntimeError, "on cpu: moving 6000 bytes out to pinned host memory: cuMemcpyDtoHAsync"),
-        ("cuMemcpyHtoDAsync", RuntimeError, "on cpu: bringing 6000 bytes back from pinned host memory: cuMemcpyHtoD"),
-        ("cuEventCreate", RuntimeError, "out to pinned host memory: cuEventCreate"),
-        ("cuEventRecord", RuntimeError, "out to pinned host memory: cuEventRecord"),
+        ("cuMemcpyDtoHAsync", RuntimeError, "cuMemcpyDtoHAsync"),
+        ("cuMemcpyHtoDAsync", RuntimeError, "cuMemcpyHtoDAsync"),
     ],
 )
 def test_a_call_that_fails_is_told_and_the_next_step_works(
     tier: HostTime, call: str, error: type[Exception], text: str
 ) -> None:
-    data = tensors(6000)
+    data = bytes_of(6000)
     tier.begin_step(1)
     stand_in().fail_call(call, 0, 1)
     with pytest.raises(error, match=re.escape(text)):
-        go_and_come(tier, 0, data)
+        go_and_come(tier, data)
     tier.reset()
     tier.begin_step(1)
-    found = go_and_come(tier, 0, data)
-    assert stand_in().drain(10_000) and torch.equal(found[0], data[0])
+    [found] = go_and_come(tier, data)
+    assert stand_in().drain(10_000) and torch.equal(found, data)
 
 
-def test_after_a_reset_no_copy_touches_memory() -> None:
-    def run(seed: int) -> None:
-        with opened(seed, copy_ns_per_kib=100_000) as tier:
-            tier.begin_step(2)
-            first, second, room = tensors(6000), tensors(6000), tensors(6000)
-            move(tier, 0, first, out=True)
-            tier.wait(0)
-            move(tier, 1, second, out=True)
-            move(tier, 0, room, out=False)
-            assert [[each.data_ptr() for each in held] for held in tier._held.values()] == [
-                [second[0].data_ptr()],
-                [room[0].data_ptr()],
-            ]  # the tier keeps memory of copies, whoever drops the tensors
-            tier.reset()
-            assert torch.equal(room[0], first[0]) and not tier._held
-            room[0].zero_()
-            assert stand_in().drain(10_000) and not room[0].any()
-
-    for seed in range(8):
-        run(seed)
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_reset_no_copy_touches_memory(seed: int) -> None:
+    with opened(seed, copy_ns_per_kib=100_000) as tier:
+        tier.begin_step(2)
+        first, second, room = bytes_of(6000), bytes_of(6000), bytes_of(6000)
+        move(tier, 0, first, out=True)
+        tier.wait(0)
+        move(tier, 1, second, out=True)
+        move(tier, 0, room, out=False)
+        held = [each.data_ptr() for storages in tier._held.values() for each in storages]
+        assert held == [second.data_ptr(), room.data_ptr()]  # whoever drops the tensors
+        tier.reset()
+        assert torch.equal(room, first) and not tier._held
+        room.zero_()
+        assert stand_in().drain(10_000) and not room.any()
 
 
 @pytest.mark.parametrize(("fails", "why"), [(True, "cuStreamQuery: error 702"), (False, "they do not end")])
@@ -326,11 +283,10 @@ def test_a_tier_whose_copies_do_not_end_refuses_further_steps(
 ) -> None:
     monkeypatch.setattr(host_tier, "_FAREWELL_S", 0.1)
     monkeypatch.setattr(host_tier, "_stuck", kept := [])
-    data = tensors(6000)
     tier.begin_step(1)
     if not fails:
         stand_in().damage("cuMemcpyDtoH", -1, STALLED)
-    move(tier, 0, data, out=True)
+    move(tier, 0, bytes_of(6000), out=True)
     if fails:
         stand_in().fail_call("cuStreamQuery", 0, 702)
     tier.reset()
@@ -347,6 +303,6 @@ def test_what_all_loads_need_is_refused_at_the_first(tier: HostTime, monkeypatch
     monkeypatch.setattr(host_tier, "host_room", lambda root: (80 << 20, "free memory"))
     tier.begin_step(4)
     with pytest.raises(MemoryError, match="needs 83902464 bytes of pinned host memory more"):
-        move(tier, 0, tensors((20 << 20) + 1), out=True)
+        move(tier, 0, bytes_of((20 << 20) + 1), out=True)
     assert stand_in().count("cuMemHostAlloc") == 0
     tier.reset()

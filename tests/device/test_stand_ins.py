@@ -25,13 +25,11 @@ def include_of(header: str, roots: Iterable[str | Path]) -> str:
 def test_they_match_the_headers(source: str) -> None:
     nvcc = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve()
     toolkits = [nvcc.parent.parent, *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
-    flags = ["-DSTAND_IN_REAL_CUDA_H", include_of("cuda.h", toolkits)]
+    flags = [str(stand_in_library.FOLDER / source), "-DSTAND_IN_REAL_CUDA_H", include_of("cuda.h", toolkits)]
     if source == "nccl.c":
         package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
         installed = package.submodule_search_locations if package is not None else None
         flags += ["-DSTAND_IN_REAL_NCCL_H", include_of("nccl.h", installed or [])]
     command = ["cc", "-std=c11", "-D_GNU_SOURCE", "-fsyntax-only", "-Wall", "-Werror", *flags]
-    done = subprocess.run(
-        [*command, stand_in_library.FOLDER / source], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""

@@ -183,7 +183,7 @@ def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
     """clang-format breaks code, but neither comments nor texts."""
     folders = ("csrc", "kernels", "tests")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in C_SOURCES]
-    assert len(files) > 200
+    assert len(files) > 150
     long = [
         f"{file.relative_to(ROOT)}:{number}: {len(line)} columns"
         for file in files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_runs import MOVERS, ORDERS, Ranks, is_right, replicas, steady, train
+from gpu_runs import MOVERS, ORDERS, Ranks, is_right, steady, train
 
 from seq1f1b import HOST, Memory
 
@@ -31,14 +31,6 @@ def test_gradients_in_other_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("memory", [Memory("all"), Memory(offload=HOST)], ids=["recompute", "pinned memory"])
 def test_gradients_under_a_memory_option(ranks: Ranks, memory: Memory) -> None:
     found = ranks.run(train, "auto", "Seq1F1B", torch.float32, memory)
-    assert all(map(is_right, found)), found
-
-
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_gradients_of_two_replicas(ranks: Ranks, kind: str) -> None:
-    if ranks.is_torchruns or (not ranks.is_rehearsed and (ranks.share_gpus or ranks.world < 4)):
-        pytest.skip("needs four GPUs of one host, and plain pytest, which starts four ranks")
-    found = ranks.run_processes(4, replicas, "auto", kind)
     assert all(map(is_right, found)), found
 
 

@@ -21,7 +21,7 @@ from attention_runs import formula, gradients, random_qkv, segmented
 from core_extension import core
 from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
-from slices import each_value, every_pair, slice_of
+from slices import each_value
 from torch import Tensor
 
 from seq1f1b import _C
@@ -88,15 +88,9 @@ def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], Tensor]:
 @pytest.mark.parametrize("name", [*instruction_sets(), "reference", "of no machine"])
 def test_the_environment_forces_one(name: str) -> None:
     """SEQ1F1B_ISA, read at first use; what no machine has is ignored."""
-    code = "from seq1f1b import _C; print(_C.attention_isa())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "SEQ1F1B_ISA": name},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.strip() == name or (name == "of no machine" and run.stdout.strip() in instruction_sets())
+    command = [sys.executable, "-c", "from seq1f1b import _C; print(_C.attention_isa())"]
+    found = subprocess.check_output(command, env={**os.environ, "SEQ1F1B_ISA": name}, text=True).strip()
+    assert found == name or (name == "of no machine" and found in instruction_sets())
 
 
 # -- errors -----------------------------------------------------------------------------------------------------
@@ -141,15 +135,14 @@ def assert_same(results: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-THREADED = [
-    (*heads, name, dtype)
-    for heads in ((1, 1), (HEADS, KV_HEADS))
-    for name in ("none", "window above a block", "documents", "all")
-    for dtype in (torch.float32, BF16)
-]
-
-
-@pytest.mark.parametrize("heads, kv_heads, name, dtype", slice_of(THREADED, every_pair(THREADED)), ids=str)
+@pytest.mark.parametrize(
+    "heads, kv_heads, name, dtype",
+    [
+        (1, 1, "none", BF16), (1, 1, "all", torch.float32), (HEADS, KV_HEADS, "documents", torch.float32),
+        (HEADS, KV_HEADS, "window above a block", BF16),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, name: str, dtype: torch.dtype) -> None:
     qkv, dout = inputs(dtype)
     qkv, dout = [qkv[0][:, :heads], qkv[1][:, :kv_heads], qkv[2][:, :kv_heads]], dout[:, :heads]
@@ -222,75 +215,30 @@ def allocations(run) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_a_warm_step_allocates_its_results_only(isa: str, dtype: torch.dtype, name: str) -> None:
     """Counted: torch's allocations by the ops, from the second step on. Scratch and slabs are the KV cache's, and
-    tests/c/test_kv_cache.c counts that it asks for none then; tests/c/test_attention.c that no kernel does."""
-    (q, k, v), dout = inputs(dtype)
+    tests/c/test_kv_cache.c counts that it asks for none then; tests/c/test_attention.c that no kernel does. Parts of
+    one projection are read as they lie."""
+    qkv, dout = inputs(dtype)
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in qkv], -1)
+    parts = fused.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], -1)
+    q, k, v = (t.unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for t in parts)
     options = OPTIONS[name]
-    slopes, docs = options.get("alibi_slopes", NONE), options.get("doc_ids", NONE)
-    sinks = options.get("sinks", NONE)
+    slopes, docs, sinks = (options.get(option, NONE) for option in ("alibi_slopes", "doc_ids", "sinks"))
     scalars = (PLAIN[0], options.get("window", 0), options.get("softcap", 0.0))
     cache, layer = _C.kv_cache_create(), layer_handle(0)
 
     def step() -> list[Tensor]:
         simulated, kept = SimulatedStep(SIZES, cache=cache), []
-        for s in range(len(SIZES)):
+        order = [("F", s) for s in range(len(SIZES))] + [("B", s) for s in reversed(range(len(SIZES)))]
+        for kind, s in order:
             rows = simulated.slice(s)
             mine = (slopes, docs[:, rows] if docs.numel() else NONE, sinks, *scalars)
-            with simulated.unit("F", 0, s):
-                kept.append(ops.segment_attention(*(t[:, :, rows] for t in (q, k, v)), layer, *mine))
-        for s in reversed(range(len(SIZES))):
-            rows = simulated.slice(s)
-            mine = (slopes, docs[:, rows] if docs.numel() else NONE, sinks, *scalars)
-            with simulated.unit("B", 0, s):
-                arguments = (dout[:, :, rows], q[:, :, rows], *kept[s], layer, *mine, KV_HEADS)
-                kept.append(ops.segment_attention_backward(*arguments))
+            with simulated.unit(kind, 0, s):
+                if kind == "F":
+                    kept.append(ops.segment_attention(*(t[:, :, rows] for t in (q, k, v)), layer, *mine))
+                else:
+                    arguments = (dout[:, :, rows], q[:, :, rows], *kept[s], layer, *mine, KV_HEADS)
+                    kept.append(ops.segment_attention_backward(*arguments))
         return kept
 
     results = [t for unit in step() for t in unit]
     assert allocations(step) == sorted(t.nbytes for t in results if t.numel())
-
-
-def layouts() -> dict[str, list[Tensor]]:
-    """q, k, v as users of torch have them, k and v each of the same strides."""
-    q, k, v = inputs(torch.float32)[0]
-    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
-    split = fused.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=-1)
-    return {
-        "batch, tokens, heads": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
-        "tokens, batch, heads": [t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in (q, k, v)],
-        "parts of one projection": [t.unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for t in split],
-        "heads of k and v that are one by a stride of 0": [q, *(t[:, :1].expand(-1, HEADS, -1, -1) for t in (k, v))],
-    }
-
-
-@pytest.mark.parametrize("name", layouts())
-def test_no_layout_is_copied(name: str) -> None:
-    """torch allocates as much as for contiguous ones; and the values are read as they lie."""
-    qkv, dout = layouts()[name], inputs(torch.float32)[1]
-    plain = [t.contiguous() for t in qkv]
-
-    def forward(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.causal_attention(*qkv, NONE, NONE, NONE, *PLAIN)
-
-    def backward(*qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.causal_attention_backward(dout, *qkv, *results, NONE, NONE, NONE, *PLAIN)
-
-    results = forward(*plain)
-    for run in (forward, backward):
-        assert allocations(lambda run=run: run(*qkv)) == allocations(lambda run=run: run(*plain))
-        assert all(torch.equal(a, b) for a, b in zip(run(*qkv), run(*plain), strict=True))
-
-
-def test_a_slab_above_31_bits(isa: str) -> None:
-    """The last of 16 heads of a segment of 8 tokens, in a slab for 9 million, lies past element 2^31."""
-    tokens, heads, head_dim = 9_000_000, 16, 16
-    assert (heads - 1) * tokens * head_dim > 2**31
-    q, k, v = random_qkv(heads, heads, batch=1, tokens=8, head_dim=head_dim, dtype=BF16)
-    step = SimulatedStep([8, tokens - 8])
-    with step.unit("F", 0, 0):
-        try:
-            out = causal_attention(q, k, v, layer=layer_handle(0))
-        except RuntimeError as error:
-            if "no memory for a KV cache slab" not in str(error):
-                raise
-            pytest.skip("this machine does not lend 9 GB of addresses, of which a few pages are touched")
-    assert torch.equal(out, causal_attention(q, k, v, layer=0))

@@ -155,10 +155,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice index)
 {
     ENTER(cuDevicePrimaryCtxRelease_v2);
     NEEDS_DEVICE(index);
-    if (machine.devices[index].context.references == 0) {
-        misuse(this_call, "device %d is released more often than it was retained", index);
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
+    NEEDS_ARGUMENT(machine.devices[index].context.references > 0);
     machine.devices[index].context.references--;
     return CUDA_SUCCESS;
 }
@@ -169,10 +166,7 @@ CUresult cuCtxPushCurrent_v2(CUcontext context)
     (void)current_device();
     if (context == NULL || context->references == 0)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (thread.depth == CONTEXT_DEPTH) {
-        misuse(this_call, "%d contexts are on this thread's stack already", thread.depth);
-        return CUDA_ERROR_INVALID_VALUE;
-    }
+    NEEDS_ARGUMENT(thread.depth < CONTEXT_DEPTH);
     thread.stack[thread.depth++] = context;
     return CUDA_SUCCESS;
 }

@@ -25,18 +25,10 @@ def build(work: Path, operations: Sequence[str] = kernel_library.OPERATIONS) -> 
     """Compiles the operations' .cu files and the emulation into a library in the folder ``work``."""
     if platform.machine() != "x86_64" or not {"fma", "f16c"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("the emulation of CUDA needs an x86-64 with FMA and F16C")
+    command = os.environ.get("CXX", "g++").split()
+    command += ["-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
     # nvcc contracts products and sums to FMAs wherever it can.
-    command = [
-        *os.environ.get("CXX", "g++").split(),
-        "-std=c++17",
-        "-O2",
-        "-g1",
-        "-fPIC",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    command += ["-ffp-contract=fast", "-mfma", "-mf16c", "-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
+    command += ["-ffp-contract=fast", "-mfma", "-mf16c", f"-I{ROOT / 'tests/cuda'}"]
     if SANITIZED:
         command += ["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]
     sources = [ROOT / "tests/cuda/emulation.cpp", *(ROOT / f"kernels/cuda/sm80_{name}.cu" for name in operations)]

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from processes import PipedProcesses, join_and_run
-from tiny_model import Config, cross_entropy, full_gradient, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from seq1f1b import Limits, Memory, PipelineEngine, PipelineError, build_schedule, init_process_group
 from seq1f1b.testing import run_ranks
@@ -205,40 +203,23 @@ def delays(rank: Rank) -> Callable[[Tensor], Tensor]:
 _MAKING = threading.Lock()  # models: ranks that are threads share torch's generator
 
 
-class Replica(NamedTuple):
-    """The place of a rank in a pipeline, and of that pipeline among several that train one model.
-
-    Attributes:
-        wrap: of a stage, over the replicas.
-    """
-
-    place: int
-    num_ranks: int
-    group: Any = None
-    number: int = 0
-    count: int = 1
-    wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage
-
-
 def train(
-    rank: Rank, transport: str, name: str, dtype: torch.dtype = torch.float32, memory: Memory | None = None,
-    replica: Replica | None = None,
-) -> dict[str, float]:  # fmt: skip
+    rank: Rank, transport: str, name: str, dtype: torch.dtype = torch.float32, memory: Memory | None = None
+) -> dict[str, float]:
     """Steps of different batches with random delays: what an earlier step has left behind is wrong in a later one.
 
     Returns the worst error of this rank's gradients, and the most that it may be: twice that of the whole model in the
     same dtype, and a rounding.
     """
-    order, pipeline = ORDERS[name], replica or Replica(rank.rank, rank.world, rank.group)
-    num_microbatches = pipeline.num_ranks * (2 if pipeline.num_ranks < 4 else 1)
+    order, num_microbatches = ORDERS[name], rank.world * (2 if rank.world < 4 else 1)
     schedule = build_schedule(
-        order.schedule, num_ranks=pipeline.num_ranks, num_microbatches=num_microbatches,
+        order.schedule, num_ranks=rank.world, num_microbatches=num_microbatches,
         num_segments=len(order.sizes), stages_per_rank=order.stages_per_rank,
     )  # fmt: skip
     config = Config(kv_heads=2, layers=max(4, schedule.num_stages))
     with _MAKING:
         exact, whole = (whole_model(config, each).to(rank.device) for each in (torch.float64, dtype))
-        own = [i for i, holder in enumerate(schedule.rank_of_stage) if holder == pipeline.place]
+        own = [i for i, holder in enumerate(schedule.rank_of_stage) if holder == rank.rank]
         stages = [stage_of(whole, config, i, schedule.num_stages).to(rank.device) for i in own]
     names = {name for stage in stages for name, _ in stage.named_parameters()}
     late = delays(rank)
@@ -246,7 +227,7 @@ def train(
         stage.register_forward_hook(lambda module, inputs, output: late(output))
     poison(rank.device, of_driver=True)
     engine = rank.engine(
-        [pipeline.wrap(stage) for stage in stages], transport=transport, group=pipeline.group, schedule=schedule,
+        stages, transport=transport, group=rank.group, schedule=schedule,
         num_microbatches=num_microbatches, num_segments=len(order.sizes), segment_sizes=list(order.sizes),
         loss_fn=cross_entropy, limits=LIMITS, memory=memory or Memory(),
     )  # fmt: skip
@@ -254,12 +235,11 @@ def train(
     for step in range(3 + rank.is_cuda):  # copies go through host memory in the first step of a shape
         for parameter in engine.parameters():
             parameter.grad = None
-        tokens, target = tokens_of(rank, rows * pipeline.count, step)
+        tokens, target = tokens_of(rank, rows, step)
         poison(rank.device)
-        mine = slice(rows * pipeline.number, rows * (pipeline.number + 1))
-        engine.step(tokens[mine], target=target[mine])
-        gradients = {name: full_gradient(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
-        truth, peer = (run_whole(model, tokens, target, rows * pipeline.count // 2)[1] for model in (exact, whole))
+        engine.step(tokens, target=target)
+        gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+        truth, peer = (run_whole(model, tokens, target, num_microbatches)[1] for model in (exact, whole))
         limit = 2 * gradient_error(peer, truth) + (1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps)
         assert limit < 0.2, f"the whole model itself is {limit / 2:.1e} off float64 in {dtype}"
         assert gradients.keys() == names, f"no gradient came to {sorted(names - gradients.keys())}"
@@ -279,22 +259,6 @@ def tokens_of(rank: Rank, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(Config.vocab, (rows, LENGTH + 1), generator=generator).to(rank.device)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def replicas(rank: Rank, transport: str, kind: str) -> dict[str, float]:
-    """Two replicas of two stages: neighbours in a pipeline are neighbours among the four ranks."""
-    pipelines, data = ([dist.new_group(list(of)) for of in rows] for rows in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
-    number, place = divmod(rank.rank, 2)
-
-    def wrap(stage: nn.Module) -> nn.Module:
-        if kind == "DDP":
-            return nn.parallel.DistributedDataParallel(stage, process_group=data[place], init_sync=False)
-        mesh = DeviceMesh.from_group(data[place], rank.device.type)
-        for block in stage.blocks.values():
-            fully_shard(block, mesh=mesh)
-        return fully_shard(stage, mesh=mesh)
-
-    return train(rank, transport, "Seq1F1B", replica=Replica(place, 2, pipelines[number], number, 2, wrap))
 
 
 def small_engine(rank: Rank, transport: str, limits: Limits) -> tuple[nn.Module, PipelineEngine]:

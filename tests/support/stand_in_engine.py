@@ -77,18 +77,14 @@ class Driver:
         if (found := self.ask(function, *arguments)) != 0:
             raise RuntimeError(f"{function}: error {found}")
 
-    def make(self, function: str, destroy: str, *arguments: Any) -> _Handle:
-        handle = ctypes.c_void_p()
-        self.call(function, ctypes.byref(handle), *arguments)
-        return _Handle(self, destroy, handle)
 
-
-class _Handle:
+class Handle:
     """What a function of the driver has made, destroyed with the last reference."""
 
-    def __init__(self, driver: Driver, destroy: str, handle: ctypes.c_void_p) -> None:
-        self.raw = handle
-        self._end = weakref.finalize(self, driver.ask, destroy, handle)
+    def __init__(self, driver: Driver, function: str, destroy: str, *arguments: Any) -> None:
+        self.driver, self.raw = driver, ctypes.c_void_p()
+        driver.call(function, ctypes.byref(self.raw), *arguments)
+        weakref.finalize(self, driver.ask, destroy, self.raw)
 
 
 class StandInCuda:
@@ -99,7 +95,7 @@ class StandInCuda:
         self.computes = StandInStream(self.driver, None)  # the null stream
 
     def Stream(self, device: torch.device) -> StandInStream:
-        return StandInStream(self.driver, self.driver.make("cuStreamCreateWithPriority", "cuStreamDestroy_v2", 1, 0))
+        return StandInStream(self.driver, Handle(self.driver, "cuStreamCreateWithPriority", "cuStreamDestroy_v2", 1, 0))
 
     def Event(self, enable_timing: bool) -> StandInEvent:
         return StandInEvent(self.driver)
@@ -108,30 +104,30 @@ class StandInCuda:
         return self.computes
 
 
-class StandInEvent:
+class StandInEvent(Handle):
     def __init__(self, driver: Driver) -> None:
-        self._driver, self._handle = driver, driver.make("cuEventCreate", "cuEventDestroy_v2", 0)
-        self.cuda_event = self._handle.raw.value
+        super().__init__(driver, "cuEventCreate", "cuEventDestroy_v2", 0)
+        self.cuda_event = self.raw.value
 
     def record(self, stream: StandInStream) -> None:
-        self._driver.call("cuEventRecord", self._handle.raw, stream.raw)
+        self.driver.call("cuEventRecord", self.raw, stream.raw)
 
     def query(self) -> bool:
-        return self._driver.ask("cuEventQuery", self._handle.raw) == 0
+        return self.driver.ask("cuEventQuery", self.raw) == 0
 
     def elapsed_time(self, end_event: StandInEvent) -> float:
         found = ctypes.c_float()
-        self._driver.call("cuEventElapsedTime", ctypes.byref(found), self._handle.raw, end_event._handle.raw)
+        self.driver.call("cuEventElapsedTime", ctypes.byref(found), self.raw, end_event.raw)
         return found.value
 
 
 class StandInStream:
-    def __init__(self, driver: Driver, handle: _Handle | None) -> None:
+    def __init__(self, driver: Driver, handle: Handle | None) -> None:
         self._driver, self._handle = driver, handle
         self.raw = None if handle is None else handle.raw
 
     def wait_event(self, event: StandInEvent) -> None:
-        self._driver.call("cuStreamWaitEvent", self.raw, event._handle.raw, 0)
+        self._driver.call("cuStreamWaitEvent", self.raw, event.raw, 0)
 
     def wait_stream(self, stream: StandInStream) -> None:
         event = StandInEvent(self._driver)
@@ -161,7 +157,7 @@ class StandInTier(HostTier):
         stand_in().synchronise(self.ordinal)
 
     def _pin(self, size: int) -> torch.Tensor:
-        made = self.cuda.driver.make("cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0)
+        made = Handle(self.cuda.driver, "cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0)
         memory = (ctypes.c_char * size).from_address(made.raw.value)
         memory.owner = made
         return torch.frombuffer(memory, dtype=torch.uint8)
