@@ -87,7 +87,9 @@ def apart(device: torch.device) -> Iterator[None]:
 
 def numbers() -> Callable[..., Tensor]:
     """Returns a function that makes random tensors of given sizes on the CPU: float32, equal in each process."""
-    return functools.partial(torch.randn, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float32, device="cpu")
+    return functools.partial(
+        torch.randn, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float32, device="cpu"
+    )
 
 
 def memory_of(t: Tensor) -> Tensor:
