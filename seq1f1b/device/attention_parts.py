@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def prove(operation: Operation, use: Use) -> None:
         for t in (*work.outs, *work.lses[2:], *(work.slabs if work.store else ())):
             t.fill_(float("nan"))  # shows in the results if the kernel reads it
         given = {name: getattr(work, name) for name in ("parts", "slabs", "outs", "lses")}
-        wide = {name: tuple(map(_widened, tensors)) for name, tensors in given.items()}
+        wide: dict[str, Any] = {name: tuple(map(_widened, tensors)) for name, tensors in given.items()}
         if not _launch(operation, work):
             raise AssertionError("its launcher does not take a case that it must")
         _by_torch(work._replace(**wide))

@@ -71,11 +71,11 @@ def _prove_case(use: Use, case: Case) -> None:
         docs, none, docs[:, PREFIX:], none, case.scale or use.head_dim**-0.5, case.window, case.softcap,
         chain(KEYS, case.store), longest=KEYS,
     )  # fmt: skip
-    exact = [t.double() for t in (q, k, v)]
+    exact: Any = [t.double() for t in (q, k, v)]
     true_out, true_lse = attention_ways.forward("plain", *exact, options)
 
-    inputs = [_within(use, t, use.dtype) for t in (q, k, v)]
-    launch = functools.partial(
+    inputs: Any = [_within(use, t, use.dtype) for t in (q, k, v)]
+    launch: Any = functools.partial(
         kernel_library.launch_attention, kernel_library.operations()[use.kernel], *inputs, scale=options.scale,
         window=case.window, softcap=case.softcap, docs=docs.to(use.device),
     )  # fmt: skip
@@ -91,7 +91,7 @@ def _prove_case(use: Use, case: Case) -> None:
 
     before = [drawn(*t.shape) for t in (k, v)]
     sums = [_within(use, t, torch.float32, math.nan if case.store else None) for t in before]
-    true_sums = [t.double() for t in before]
+    true_sums: Any = [t.double() for t in before]
     given = BackwardArguments(dout.double(), *exact, true_out, true_lse, options, *true_sums)
     true_dq, *_ = attention_ways.backward("plain", given)
     dq, *own = (_within(use, t, use.dtype, math.nan) for t in (q, k[:, :, PREFIX:], v[:, :, PREFIX:]))

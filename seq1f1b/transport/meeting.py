@@ -50,7 +50,8 @@ class SharedStore:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._base, self._store = store, PrefixStore(prefix, store)
+        self._base = store
+        self._store: Any = PrefixStore(prefix, store)
         self.prefix = prefix
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
 
