@@ -405,7 +405,7 @@ def flash_backward(call: Call, of: BackwardArguments) -> Gradients:
 # -- documents: flash over each document of each row, as over the last segment of a sequence of its own ----------------
 
 _last: tuple[Any, Tensor, Spans | None] | None = None
-"""What :func:`spans_of` read last: memory, version and keys of the ids; the ids, so that nothing else gets their
+"""Ids that :func:`spans_of` read last: memory, version and keys; the ids, so that nothing else gets their
 memory; their documents."""
 
 

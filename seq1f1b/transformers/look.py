@@ -124,7 +124,7 @@ class Probe(nn.Module):
     """A stand-in for a layer that records the arguments and returns rotated hidden states.
 
     Args:
-        is_own: whether the layer is the stage's: then the probe also looks at the layer's attentions.
+        is_own: whether to look at the layer's attentions; they also run if other layers reuse their keys and values.
     """
 
     def __init__(self, layer: nn.Module, index: int, record: Record, is_own: bool) -> None:

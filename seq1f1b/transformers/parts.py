@@ -147,8 +147,8 @@ def make_shards(
         elif name not in sides:
             what = f"{name!r} is a part of a module that does more"
         if what:
-            of = type(model).__name__
-            raise ValueError(f'the vocabulary of {of} cannot be spread over ranks: {what}; use vocabulary="ends"')
+            owner = type(model).__name__
+            raise ValueError(f'the vocabulary of {owner} cannot be spread over ranks: {what}; use vocabulary="ends"')
     first, last = given
     vocab, hidden = last.weight.shape
     embedding = VocabularyParallelEmbedding(

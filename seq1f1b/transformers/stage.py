@@ -47,6 +47,7 @@ class CausalLMStage(nn.Module):
     embedding: VocabularyParallelEmbedding | None
     head: VocabularyParallelHead | None
     ends: tuple[Entry | None, Exit | None]
+    pipeline_place: tuple[int, int]
     dropout = 0.0  # attention dropout in training
 
     def __init__(
@@ -62,11 +63,11 @@ class CausalLMStage(nn.Module):
         super().__init__()
         # The model's children become children of the stage, under the model's names; causal_lm itself is no child.
         self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=shards[0], head=shards[1], ends=ends)
+        self.__dict__["pipeline_place"] = place
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_elsewhere"] = dict(elsewhere)  # other stages' modules, if without memory
         causal_lm.get_submodule(whole.decoder).__dict__["seq1f1b_ends"] = ends
-        self.pipeline_place = place
         self._decoder, self._options, self._takes_positions = whole.decoder, whole.options, whole.takes_positions
         self._carries = bool(mixers(causal_lm))  # whether layers keep state along the sequence
         self._tied = tied
