@@ -71,7 +71,7 @@ def _prove_case(use: Use, case: Case) -> None:
         docs, none, docs[:, PREFIX:], none, case.scale or use.head_dim**-0.5, case.window, case.softcap,
         chain(KEYS, case.store), longest=KEYS,
     )  # fmt: skip
-    exact: Any = [t.double() for t in (q, k, v)]
+    exact = q.double(), k.double(), v.double()
     true_out, true_lse = attention_ways.forward("plain", *exact, options)
 
     inputs: Any = [_within(use, t, use.dtype) for t in (q, k, v)]
@@ -91,8 +91,8 @@ def _prove_case(use: Use, case: Case) -> None:
 
     before = [drawn(*t.shape) for t in (k, v)]
     sums = [_within(use, t, torch.float32, math.nan if case.store else None) for t in before]
-    true_sums: Any = [t.double() for t in before]
-    given = BackwardArguments(dout.double(), *exact, true_out, true_lse, options, *true_sums)
+    true_dk, true_dv = true_sums = [t.double() for t in before]
+    given = BackwardArguments(dout.double(), *exact, true_out, true_lse, options, true_dk, true_dv)
     true_dq, *_ = attention_ways.backward("plain", given)
     dq, *own = (_within(use, t, use.dtype, math.nan) for t in (q, k[:, :, PREFIX:], v[:, :, PREFIX:]))
     results: dict[str, Any] = {"dq": dq, "dk": sums[0], "dv": sums[1], "own_dk": own[0], "own_dv": own[1]}
