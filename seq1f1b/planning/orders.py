@@ -104,7 +104,8 @@ class Orders(NamedTuple):
     lengths: Sequence[Length] = (Length(0, 1.0, 0.0),)  # ascending
     steps: Mapping[str, Any] = {}  # arguments of Schedule.simulate for several steps in a row; {}: a single step counts
     options: Mapping[str, Any] = {}  # further options of the family, for orders without a cap in bytes
-    is_quick: bool = False  # tries one order for each cap, one level, and whole backwards alone
+    is_quick: bool = False  # tries one order for each cap, and one level: a first look at a searched order
+    is_whole: bool = False  # tries whole backwards alone; the last order counts recomputation even in a first look
 
     @property
     def price(self) -> Price:
@@ -170,7 +171,10 @@ class Orders(NamedTuple):
         if made.peak <= cap or not takes_cap:
             return made
         free, share = made.options, 1 + price.cost.hardware.allocator_reserve
-        least, room, aim = self._one_microbatch(), [rank.activations + rank.kv for rank in made.ranks], cap
+        least = [0] * made.schedule.num_ranks  # bytes of one micro-batch
+        for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
+            least[rank] += max(int(units.sum()) for units in price.microbatches(row))
+        room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
         tried: list[BuiltOrder] = []
         for _ in range(1 if self.is_quick else _CAP_TRIES):
             left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
@@ -180,15 +184,17 @@ class Orders(NamedTuple):
             aim -= max(0, made.peak - cap)  # peaks jump from order to order: aim lower after an order above the cap
         return min(tried, key=self._place)
 
-    def with_remedies(self) -> BuiltOrder:
+    def with_remedies(self, first: BuiltOrder | None = None) -> BuiltOrder:
         """Returns the fastest order that fits, with units that recompute or move, for a family whose option is a cap in
         bytes; if none fits, the order that holds least.
 
         Tries orders that hold more or fewer micro-batches, and makes each fit. The fastest is then searched for again,
         with the seconds of recomputation in the costs.
+
+        first: an order of equal units, from a search with ``is_quick``.
         """
         held, one = self.price.held_bytes(), self._one_microbatch()
-        tried: list[tuple[tuple[float, int], BuiltOrder]] = []
+        tried = [] if first is None else [(self._place(first), first)]
 
         def best() -> tuple[tuple[float, int], BuiltOrder]:
             return min(tried, key=lambda each: each[0])
@@ -202,12 +208,12 @@ class Orders(NamedTuple):
             share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
             return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-        for way in self._ways():
+        for way in self._ways() if first is None else ():
             consider(way | at_level(_LEVELS[0]))
         for level in () if self.is_quick else _LEVELS[1:]:
             consider(best()[1].options | at_level(level))
         (taken, _), made = best()
-        if taken < math.inf:
+        if taken < math.inf and (self.is_whole or not self.is_quick):
             forward, inputs, weight = made.options["costs"]  # I gets R, times the share of recomputed units
             kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
             again = (kinds == "R").reshape(len(kinds), -1, len(self.price.sizes))  # the middle: equal micro-batches
@@ -251,7 +257,7 @@ class Orders(NamedTuple):
         if "backward" not in taken:
             return [options]
         whole = options | {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}
-        return [whole] if self.is_quick else [options, whole]
+        return [whole] if self.is_whole else [options, whole]
 
     def _one_microbatch(self) -> list[int]:
         """Returns the bytes of one micro-batch on each rank, the larger of two placements of stages: a loop and a V."""
@@ -300,6 +306,8 @@ class Rated:
         schedule, orders, terms = self.built.schedule, self.orders, list[Uncertain]()
         seconds = orders.seconds(schedule)
         for name, ends in hardware.spread.items():
+            if name in _UNCERTAIN_BYTES and "L" not in schedule.kinds:  # the seconds of moves alone depend on bytes
+                continue
             changes = []
             for end in ends:
                 changed: dict[str, Any] = {name: end}

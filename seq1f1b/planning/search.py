@@ -35,7 +35,7 @@ _FINER = (0.125, 0.0625)  # then steps to both sides of the best mix
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; good candidates also try more, as long as more gain
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; True makes all steps after the first equal
 LEAST_GAIN = 0.002  # share of the step; smaller gains are not looked for, and are a tie: costs are less certain
-_MOST_OF_AUTO = 25_000  # units of all candidates of auto unless auto is asked for: about four seconds
+_MOST_OF_AUTO = 25_000  # units of all searched orders unless auto is asked for: about a second
 _MOST_OF_ROUND = 200_000  # units, F and B, priced for each number of segments after the first numbers
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case and for fragments of torch's allocator
@@ -145,9 +145,12 @@ def search_plans(
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
     if not names:
+        search.is_quick = True  # until the best order is refined
         search.consider(search.instead(family=families_named(["auto"])[0]))
     if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
         search.consider(search.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
+    if not names:
+        search.refine()
     best_found, *_ = search.fitting
     terms = best_found.uncertain(hardware)
     # The terms are taken to be independent, and to change the other plans in proportion to their seconds.
@@ -195,6 +198,7 @@ class _Search:
     within: float
     progress: Callable[[int, int], None] | None
     fitting: list[Rated] = field(default_factory=list)  # fastest first: at most best, none slower than within times it
+    is_quick: bool = False  # whether an order of auto gets a single search, before refine
     num_candidates: int = 0
     num_simulated: int = 0
 
@@ -270,8 +274,8 @@ class _Search:
         units = 2 * self.num_ranks * v * self.num_microbatches * k
         return Rated(candidate, orders, bounds, orders.mean(bounds), units)
 
-    def _make(self, candidate: Candidate) -> BuiltOrder:
-        return self.look(candidate).orders.within_cap()
+    def _make(self, candidate: Candidate, is_quick: bool) -> BuiltOrder:
+        return self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
 
     # -- the loop: build, fit, simulate, keep
 
@@ -307,13 +311,14 @@ class _Search:
                 self._told.append(replace(known, least=math.ceil(least)))
                 continue
             found = self.priced(known)
-            is_built_alone = found is not None and found.least and not candidate.remedies  # and not simulated
-            most_units -= known.units // 4 if is_built_alone else known.units
             if found is None:  # remedies are not needed: a candidate without remedies fits, too
+                most_units -= known.units
                 continue
             self._told.append(found)
             if found.least:
+                most_units -= known.units if candidate.remedies else known.units // 4  # built, but not simulated
                 continue
+            most_units -= known.units
             alike = [other for other in fitting if other.is_alike(found)]
             if all(other.sort_key > found.sort_key for other in alike):  # else another split or name is as good
                 kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
@@ -321,11 +326,11 @@ class _Search:
 
     def priced(self, known: Rated) -> Rated | None:
         """Returns the candidate with an order, simulated if the order fits; None if the order fits without remedies."""
-        candidate, orders = known.candidate, known.orders
+        candidate, orders = known.candidate, known.orders._replace(is_quick=self.is_quick)
         if candidate.remedies and "cap_bytes" in candidate.family.options:  # the remedies are part of the order
-            choices = [orders.with_remedies()]
+            choices = [orders.with_remedies(known.made)]
         else:
-            made = self._made(candidate._replace(remedies=()))
+            made = self._made(candidate._replace(remedies=()), self.is_quick)
             choices = [made]
             if made.peak > self.cap:
                 schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
@@ -417,6 +422,16 @@ class _Search:
                 self._left_of_auto -= units
                 found.append(candidate)
         return found
+
+    def refine(self) -> None:
+        """Replaces the best order of ``auto`` by the result of a longer search, if faster."""
+        self.is_quick = False
+        made = next((i for i, each in enumerate(self.fitting) if each.candidate.family.name == "auto"), None)
+        if made is not None:
+            first = self.fitting[made]
+            again = self.priced(replace(self.look(first.candidate), made=first.made))
+            self.fitting[made] = min((each for each in (first, again) if each), key=lambda each: each.seconds)
+            self.fitting.sort(key=lambda each: each.sort_key)
 
     # -- what is told
 

@@ -213,7 +213,7 @@ def plan_step(
         move."""
         nonlocal found, least, refused
         rows = price.rows
-        orders = Orders(family, [price], len(rows), limit, tuple(remedies), is_quick=is_quick)
+        orders = Orders(family, [price], len(rows), limit, tuple(remedies), is_quick=is_quick, is_whole=is_quick)
         try:
             tried = [orders.within_cap()]
             if "cap_bytes" in tried[0].options and remedies:  # the cap has cost time: remedies may cost less
