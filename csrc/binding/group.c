@@ -5,6 +5,7 @@
 #include "../run/group.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 /* Called while waiting, without the GIL. */
@@ -35,8 +36,16 @@ S1F_METHOD(PyObject *, group_create, s1f_mapping *, mapping, int32_t, num_ranks,
     s1f_mapping *spoiled = NULL;
     if (host != Py_None && !s1f_to_mapping(host, "host", &spoiled))
         return NULL;
+    s1f_status status = S1F_OK;
     s1f_group *group = NULL;
-    s1f_status status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
+    if (num_ranks >= 1 && mapping->bytes < (int64_t)s1f_group_block_bytes(num_ranks))
+        status = s1f_fail(S1F_ERR_ARG, "the block of %d ranks needs %lld bytes, the mapping has %lld", num_ranks,
+                          (long long)s1f_group_block_bytes(num_ranks), (long long)mapping->bytes);
+    else if (spoiled != NULL && spoiled->bytes < (int64_t)sizeof(s1f_spoiled))
+        status = s1f_fail(S1F_ERR_ARG, "what ranks of a host share needs %d bytes, the mapping has %lld",
+                          (int)sizeof(s1f_spoiled), (long long)spoiled->bytes);
+    if (status == S1F_OK)
+        status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
     if (status == S1F_OK && spoiled != NULL)
         s1f_group_share_spoiled(group, spoiled->memory);
     return s1f_new_group(status, group, arguments);
@@ -53,8 +62,7 @@ S1F_METHOD(s1f_status, group_set_limits, s1f_group *, group, double, timeout_s, 
 S1F_CORE_VOID(void, group_begin_step, s1f_group *, group, int64_t, step)
 S1F_CORE_VOID(void, group_enter, s1f_group *, group, int64_t, step)
 S1F_CORE_VOID(void, group_end_step, s1f_group *, group)
-S1F_CORE_WAITS(s1f_status, group_finish_step, s1f_group *, group, int32_t, last_rank)
-S1F_CORE_VOID(void, group_set_hangup, s1f_group *, group, int32_t, rank, int32_t, fd)
+S1F_CORE_WAITS(s1f_status, group_finish_step, s1f_group *, group, int32_t, last_rank, int32_t, hangup_fd)
 
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
 
@@ -78,12 +86,24 @@ S1F_METHOD(PyObject *, group_get_progress, s1f_group *, group, int32_t, rank)
     return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
 }
 
+/* Texts that are too long are cut. */
+static s1f_failure failure_of(int32_t rank, int64_t step, const char *text, const char *unit, const char *edge)
+{
+    s1f_failure failure = {.rank = rank, .step = step};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge, sizeof failure.edge - 1);
+    return failure;
+}
+
 S1F_METHOD(s1f_status, group_fail, s1f_group *, group, int32_t, rank, const char *, text, const char *, unit,
            const char *, edge, int64_t, step)
 {
-    s1f_failure failure = s1f_failure_of(rank, text, unit, edge);
-    failure.step = step;
-    s1f_group_fail_with(group, &failure);
+    s1f_failure failure = failure_of(rank, step, text, unit, edge);
+    if (unit[0] == '\0' && edge[0] == '\0' && step == 0)
+        s1f_group_fail(group, rank, text);
+    else
+        s1f_group_fail_with(group, &failure);
     return S1F_OK;
 }
 
@@ -106,7 +126,7 @@ S1F_METHOD(PyObject *, group_failure, s1f_group *, group)
 S1F_METHOD(s1f_status, group_leave, s1f_group *, group, int64_t, step, int32_t, rank, const char *, text, const char *,
            unit, const char *, edge)
 {
-    s1f_failure failure = s1f_failure_of(rank, text, unit, edge);
+    s1f_failure failure = failure_of(rank, 0, text, unit, edge);
     s1f_group_leave(group, step, &failure);
     return S1F_OK;
 }
@@ -133,9 +153,9 @@ static PyObject *gathered_item(const void *context, int64_t rank)
 }
 
 S1F_METHOD(PyObject *, group_gather, s1f_group *, group, int64_t, epoch, int64_t, round, bool, recovering, s1f_bytes,
-           data)
+           data, s1f_int32s, hangup_fds)
 {
-    int64_t count = s1f_group_num_ranks(group);
+    int64_t count = hangup_fds.count;
     gathered g = {.data = malloc((size_t)count * S1F_GATHER_BYTES + 1),
                   .bytes = calloc((size_t)count + 1, sizeof *g.bytes)};
     PyObject *result = NULL;
@@ -143,8 +163,9 @@ S1F_METHOD(PyObject *, group_gather, s1f_group *, group, int64_t, epoch, int64_t
         PyErr_NoMemory();
     } else {
         s1f_status status;
+        int32_t length = data.count > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)data.count;
         S1F_WITHOUT_GIL(status = s1f_group_gather(group, (uint32_t)epoch, (uint32_t)round, recovering, data.values,
-                                                  (int32_t)data.count, g.data, g.bytes));
+                                                  length, hangup_fds.values, g.data, g.bytes));
         result = status == S1F_OK ? s1f_list_of(count, gathered_item, &g) : s1f_raise(status);
     }
     free(g.bytes);
@@ -158,7 +179,6 @@ PyMethodDef s1f_group_methods[] = {
     S1F_ROW(group_block_bytes, "Size of the block that the ranks share."),
     S1F_ROW(group_create, "One rank's view of a block, and of what ranks of its host share beside it, or None."),
     S1F_ROW(group_set_limits, "Longest silence of a peer; how long to spin before sleeping."),
-    S1F_ROW(group_set_hangup, "The socket hangs up when the rank dies."),
     S1F_ROW(group_enter, "Comes to a step, which may not begin."),
     S1F_ROW(group_begin_step, "Begins a step."),
     S1F_ROW(group_end_step, "Leaves the step, which went well."),

@@ -129,8 +129,11 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
 
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
 {
-    return (s1f_wait_reason){
-        .peer_rank = end->head.peer_rank, .purpose = purpose, .edge = end->head.text, .sequence = sequence};
+    return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
+                             .hangup_fd = end->hangup_fd,
+                             .purpose = purpose,
+                             .edge = end->head.text,
+                             .sequence = sequence};
 }
 
 /* The unit is the message's where the rank to blame has run it, else what that rank last reported. */
@@ -481,6 +484,7 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
     end->control = control;
     end->watchdog = watchdog;
     end->device = watchdog->device;
+    end->hangup_fd = s1f_arena_hangup_fd(control);
     s1f_status status = init_end(end);
     if (status != S1F_OK) {
         s1f_edge_end_free(&end->head);

@@ -81,8 +81,9 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
     int64_t staging_bytes;
-    int64_t
-        proof_ns; /* not 0: the end proves itself (s1f_edge_proof_post): what fails is its own, each wait ends so soon */
+    /* not 0: the end proves itself (s1f_edge_proof_post): what fails is its own, each wait ends so soon */
+    int64_t proof_ns;
+    int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
     int32_t is_leaked;           /* memory of the end on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */

@@ -33,15 +33,16 @@ typedef struct {
     arena_control *control;
     int64_t bytes, stride; /* of the arena; of one place */
     int32_t num_places;    /* NO_PLACES before the first step */
-    s1f_relay *relay;      /* NULL: both ends map the arena */
+    int hangup_fd;
+    int64_t posted, sent;   /* messages of this step */
+    const s1f_relay *relay; /* NULL: both ends map the arena */
     void *context;
     uint64_t *busy_until; /* sender with a relay, per place: position from which it may be written again */
 } arena_end;
 
-/* At which message `sequence` of this step is there. */
-static uint64_t position_of(const arena_end *arena, int64_t sequence)
+static uint64_t position_of(const arena_end *arena, int64_t messages)
 {
-    return ((uint64_t)s1f_group_step(arena->head.group) << 32) + (uint64_t)sequence + 1;
+    return ((uint64_t)s1f_group_step(arena->head.group) << 32) + (uint64_t)messages;
 }
 
 static char *place_memory(const arena_end *arena, int32_t place)
@@ -53,6 +54,8 @@ static char *place_memory(const arena_end *arena, int32_t place)
 
 s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out)
 {
+    if (bytes < 1)
+        return s1f_fail(S1F_ERR_ARG, "cannot map %lld bytes", (long long)bytes);
     s1f_mapping *mapping = malloc(sizeof *mapping);
     if (mapping == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a mapping");
@@ -84,6 +87,7 @@ void s1f_mapping_free(s1f_mapping *mapping)
 static s1f_status wait_for_place(arena_end *arena, uint64_t position, int64_t sequence)
 {
     s1f_wait_reason reason = {.peer_rank = arena->head.peer_rank,
+                              .hangup_fd = arena->hangup_fd,
                               .purpose = "waiting for a free place for",
                               .edge = arena->head.text,
                               .sequence = sequence};
@@ -126,12 +130,22 @@ static s1f_status set_places(arena_end *arena, int32_t num_places)
 static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
 {
     arena_end *arena = (arena_end *)end;
-    return num_places == arena->num_places ? S1F_OK : set_places(arena, num_places);
+    if (num_places != arena->num_places)
+        S1F_TRY(set_places(arena, num_places));
+    arena->posted = arena->sent = 0;
+    return arena->relay == NULL
+               ? S1F_OK
+               : arena->relay->begin_step(arena->context, s1f_group_step(end->group), arena->stride - S1F_HEADER_BYTES);
 }
 
-static int64_t payload_room(const arena_end *arena)
+static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_t sequence, int64_t next, int32_t place)
 {
-    return arena->stride - S1F_HEADER_BYTES;
+    if (arena->head.is_receiver != is_receiver)
+        return s1f_fail(S1F_ERR_STATE, "this is the %s's end", arena->head.is_receiver ? "receiver" : "sender");
+    if (sequence != next || place < 0 || place >= arena->num_places)
+        return s1f_fail(S1F_ERR_STATE, "in place %d of %d, but message %lld is next", (int)place,
+                        (int)arena->num_places, (long long)next);
+    return S1F_OK;
 }
 
 /* -- messages ---------------------------------------------------------------------------------------------------- */
@@ -139,36 +153,44 @@ static int64_t payload_room(const arena_end *arena)
 static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
 {
     arena_end *arena = (arena_end *)end;
-    uint64_t position = position_of(arena, sequence);
+    S1F_TRY(check_turn(arena, 1, sequence, arena->posted, place));
 #ifdef S1F_POISON /* whoever reads a place that is free again meets NaN */
     s1f_message *last = (s1f_message *)place_memory(arena, place);
-    if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= payload_room(arena))
+    if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
         memset((char *)last + S1F_HEADER_BYTES, 0xFF, (size_t)last->payload_bytes);
 #endif
+    arena->posted++;
     if (arena->relay != NULL)
-        return arena->relay(arena->context, (int64_t)position, place_memory(arena, place), payload_room(arena));
-    s1f_signal_raise(&arena->control->granted, position);
+        return arena->relay->post(arena->context, sequence, place_memory(arena, place));
+    s1f_signal_raise(&arena->control->granted, position_of(arena, arena->posted));
     return S1F_OK;
 }
 
 static int arena_has_come(s1f_edge_end *end, int64_t sequence)
 {
     arena_end *arena = (arena_end *)end;
-    return atomic_load_explicit(&arena->control->sent.position, memory_order_acquire) >= position_of(arena, sequence);
+    return atomic_load_explicit(&arena->control->sent.position, memory_order_acquire) >=
+           position_of(arena, sequence + 1);
 }
 
 static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
                              const void **payload)
 {
     arena_end *arena = (arena_end *)end;
-    s1f_wait_reason reason = {
-        .peer_rank = end->peer_rank, .purpose = "waiting for", .edge = end->text, .sequence = sequence};
-    S1F_TRY(s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence), &reason));
+    if (!end->is_receiver || sequence < 0 || sequence >= arena->posted || place < 0 || place >= arena->num_places)
+        return s1f_fail(S1F_ERR_STATE, "waited for in place %d of %d without having been posted", (int)place,
+                        (int)arena->num_places);
+    s1f_wait_reason reason = {.peer_rank = end->peer_rank,
+                              .hangup_fd = arena->hangup_fd,
+                              .purpose = "waiting for",
+                              .edge = end->text,
+                              .sequence = sequence};
+    S1F_TRY(s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason));
     *message = (const s1f_message *)place_memory(arena, place);
     *payload = place_memory(arena, place) + S1F_HEADER_BYTES;
-    if (!(*message)->on_device && (*message)->payload_bytes > payload_room(arena))
+    if (!(*message)->on_device && (*message)->payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_STATE, "its header says %lld bytes, its place holds %lld",
-                        (long long)(*message)->payload_bytes, (long long)payload_room(arena));
+                        (long long)(*message)->payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES));
     return S1F_OK;
 }
 
@@ -185,19 +207,21 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
                              const void *const *tensors)
 {
     arena_end *arena = (arena_end *)end;
+    S1F_TRY(check_turn(arena, 0, sequence, arena->sent, place));
     int64_t payload_bytes = message->on_device ? 0 : message->payload_bytes;
-    if (payload_bytes > payload_room(arena))
+    if (payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_ARG,
                         "%lld bytes do not fit in a place of %lld (%d places in the edge's "
                         "%lld bytes of address space); " S1F_MORE_SPACE,
-                        (long long)payload_bytes, (long long)payload_room(arena), (int)arena->num_places,
+                        (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
                         (long long)arena->bytes);
-    uint64_t position = position_of(arena, sequence);
+    uint64_t position = position_of(arena, sequence + 1);
     S1F_TRY(wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence));
     fill_place(place_memory(arena, place), message, tensors);
+    arena->sent++;
     if (arena->relay != NULL) {
         arena->busy_until[place] = position;
-        return arena->relay(arena->context, (int64_t)position, place_memory(arena, place), payload_bytes);
+        return arena->relay->send(arena->context, sequence, place_memory(arena, place), payload_bytes);
     }
     s1f_signal_raise(&arena->control->sent, position);
     return S1F_OK;
@@ -211,7 +235,12 @@ void *s1f_arena_place(s1f_edge_end *end, int32_t place)
 s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence)
 {
     arena_end *arena = (arena_end *)end;
-    return wait_for_place(arena, position_of(arena, sequence), sequence);
+    return wait_for_place(arena, position_of(arena, sequence + 1), sequence);
+}
+
+int s1f_arena_hangup_fd(const s1f_edge_end *end)
+{
+    return ((const arena_end *)end)->hangup_fd;
 }
 
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end)
@@ -219,10 +248,11 @@ _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end)
     return &((arena_end *)end)->control->num_open;
 }
 
-void s1f_relay_done(s1f_edge_end *end, int64_t position)
+void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)
 {
     arena_end *arena = (arena_end *)end;
-    s1f_signal_raise(end->is_receiver ? &arena->control->sent : &arena->control->granted, (uint64_t)position);
+    uint64_t position = ((uint64_t)step << 32) + (uint64_t)sequence + 1;
+    s1f_signal_raise(end->is_receiver ? &arena->control->sent : &arena->control->granted, position);
 }
 
 static void arena_free(s1f_edge_end *end)
@@ -243,9 +273,12 @@ static const s1f_transport arena_transport = {
 
 /* -- creation ---------------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, s1f_relay *relay, void *context,
+s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
                                 int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out)
 {
+    if (bytes < 2 * PAGE_BYTES)
+        return s1f_fail(S1F_ERR_ARG, "%s: an arena needs at least %d bytes, not %lld", text, 2 * PAGE_BYTES,
+                        (long long)bytes);
     arena_end *arena = calloc(1, sizeof *arena);
     if (arena == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "%s: no memory for an end", text);
@@ -256,8 +289,18 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, s
     strncpy(arena->head.text, text, sizeof arena->head.text - 1);
     arena->control = memory;
     arena->bytes = bytes;
+    arena->hangup_fd = -1;
     arena->relay = relay;
     arena->context = context;
     *out = &arena->head;
     return S1F_OK;
+}
+
+s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
+                                int32_t is_receiver, const char *text, s1f_edge_end **out)
+{
+    s1f_status status = s1f_relay_end_create(group, memory, bytes, NULL, NULL, peer_rank, is_receiver, text, out);
+    if (status == S1F_OK)
+        ((arena_end *)*out)->hangup_fd = hangup_fd;
+    return status;
 }

@@ -64,8 +64,11 @@ static s1f_status find_why(s1f_group *group, int32_t rank, int32_t recovering)
 }
 
 s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
-                            int32_t bytes, char *out, int32_t *out_bytes)
+                            int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes)
 {
+    if (bytes < 0 || bytes > S1F_GATHER_BYTES)
+        return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
+                        (int)bytes);
     if (epoch != group->epoch)
         group->buffer = !group->buffer;
     group->epoch = epoch;
@@ -77,6 +80,7 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, in
         s1f_wait_reason reason = {.peer_rank = rank,
                                   .recovering = recovering,
                                   .meets = 1,
+                                  .hangup_fd = hangup_fds == NULL ? -1 : hangup_fds[rank],
                                   .purpose = "waiting for",
                                   .edge = "all ranks to meet",
                                   .sequence = -1};

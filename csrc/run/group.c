@@ -47,11 +47,13 @@ size_t s1f_group_block_bytes(int32_t num_ranks)
 s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
                             void *context, s1f_group **out)
 {
-    s1f_group *group = calloc(1, sizeof *group + (size_t)num_ranks * sizeof *group->hangup_fds);
+    if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
+        return s1f_fail(S1F_ERR_ARG, "rank %d of %d ranks", (int)rank, (int)num_ranks);
+    if ((uintptr_t)block % CACHE_LINE != 0)
+        return s1f_fail(S1F_ERR_ARG, "the shared block must lie on a multiple of %d bytes", (int)CACHE_LINE);
+    s1f_group *group = calloc(1, sizeof *group);
     if (group == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the group of rank %d", (int)rank);
-    for (int32_t i = 0; i < num_ranks; i++)
-        group->hangup_fds[i] = -1;
     char *memory = block;
     group->failure = (failure_block *)memory;
     group->spoiled = &group->failure->spoiled;
@@ -84,11 +86,6 @@ int64_t s1f_group_timeout_ns(const s1f_group *group)
     return group->timeout_ns;
 }
 
-void s1f_group_set_hangup(s1f_group *group, int32_t rank, int32_t fd)
-{
-    group->hangup_fds[rank] = fd;
-}
-
 void s1f_group_enter(s1f_group *group, int64_t step)
 {
     group->turn = step;
@@ -108,12 +105,15 @@ void s1f_group_end_step(s1f_group *group)
     group->turn = group->step + 1;
 }
 
-s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank)
+s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd)
 {
     uint64_t step = (uint64_t)group->step;
     s1f_signal_raise(&group->mailboxes[group->rank].finished, step);
-    s1f_wait_reason reason = {
-        .peer_rank = last_rank, .purpose = "waiting for", .edge = "the end of the step", .sequence = -1};
+    s1f_wait_reason reason = {.peer_rank = last_rank,
+                              .hangup_fd = hangup_fd,
+                              .purpose = "waiting for",
+                              .edge = "the end of the step",
+                              .sequence = -1};
     return s1f_group_wait(group, &group->mailboxes[last_rank].finished, step, &reason);
 }
 
@@ -125,11 +125,6 @@ int64_t s1f_group_step(const s1f_group *group)
 int32_t s1f_group_rank(const s1f_group *group)
 {
     return group->rank;
-}
-
-int32_t s1f_group_num_ranks(const s1f_group *group)
-{
-    return group->num_ranks;
 }
 
 /* -- progress ---------------------------------------------------------------------------------------------------- */
@@ -201,32 +196,36 @@ int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
     failure_block *block = group->failure;
     uint32_t none = FAILURE_NONE;
     int is_first = atomic_compare_exchange_strong(&block->failed, &none, FAILURE_BEING_WRITTEN);
-    if (is_first) {
+    if (is_first)
         block->failure = *failure;
-        int64_t age_ns;
-        int32_t waiting_for, rank = failure->rank;
-        if (failure->unit[0] == '\0' && rank >= 0 && rank < group->num_ranks)
-            s1f_group_get_progress(group, rank, block->failure.unit, &age_ns, &waiting_for);
-    }
     end_from(block, failure->step > 0 ? failure->step : group->turn);
     if (is_first)
         atomic_store_explicit(&block->failed, FAILURE_STANDS, memory_order_release);
     return is_first;
 }
 
-s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge)
+/* %.*s: the compiler knows that it fits */
+static void copy_text(char *out, size_t bytes, const char *text)
+{
+    snprintf(out, bytes, "%.*s", (int)bytes - 1, text);
+}
+
+/* Returns 0 if another failure came first. */
+static int fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
 {
     s1f_failure failure = {.rank = rank};
-    strncpy(failure.text, text, sizeof failure.text - 1);
-    strncpy(failure.unit, unit, sizeof failure.unit - 1);
-    strncpy(failure.edge, edge, sizeof failure.edge - 1);
-    return failure;
+    int64_t age_ns;
+    int32_t waiting_for;
+    if (rank >= 0 && rank < group->num_ranks)
+        s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
+    copy_text(failure.edge, sizeof failure.edge, edge);
+    copy_text(failure.text, sizeof failure.text, text);
+    return s1f_group_fail_with(group, &failure);
 }
 
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
 {
-    s1f_failure failure = s1f_failure_of(rank, text, "", "");
-    s1f_group_fail_with(group, &failure);
+    fail_on_edge(group, rank, "", text);
 }
 
 int s1f_group_has_failed(const s1f_group *group)
@@ -361,11 +360,10 @@ static int sleep_slice(s1f_signal *signal, uint64_t target)
     return handler_ran;
 }
 
-static int hung_up(const s1f_group *group, int32_t rank)
+static int hung_up(int fd)
 {
-    struct pollfd watched = {.fd = group->hangup_fds[rank], .events = POLLRDHUP};
-    return watched.fd >= 0 && poll(&watched, 1, 0) == 1 &&
-           (watched.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+    struct pollfd poll_fd = {.fd = fd, .events = POLLRDHUP};
+    return fd >= 0 && poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
 static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
@@ -380,8 +378,7 @@ static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {
-    s1f_failure failure = s1f_failure_of(rank, text, "", reason->edge);
-    if (!s1f_group_fail_with(group, &failure) && !reason->recovering && s1f_group_has_failed(group))
+    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && s1f_group_has_failed(group))
         return s1f_group_check(group);
     return s1f_fail(status, "%s", text);
 }
@@ -454,7 +451,7 @@ static int is_over(const awaited *what)
 
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
 {
-    return hung_up(group, reason->peer_rank) ? fail_lost(group, reason) : S1F_OK;
+    return hung_up(reason->hangup_fd) ? fail_lost(group, reason) : S1F_OK;
 }
 
 /* The peer is in a later step than this rank, and has not come to the collective that this rank waits in. */
@@ -479,7 +476,7 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
     int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
     if (!reason->recovering && begun > group->step && !is_over(what)) /* the peer may have given the message before */
         return fail_skipped(group, reason, begun);
-    if (hung_up(group, reason->peer_rank)) /* messages that the peer sent before its end still count */
+    if (hung_up(reason->hangup_fd)) /* messages that the peer sent before its end still count */
         return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);
 }

@@ -35,8 +35,6 @@ void s1f_group_free(s1f_group *group); /* NULL is fine */
  * At first 300 s and 20 us. */
 void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
 int64_t s1f_group_timeout_ns(const s1f_group *group);
-/* fd: a socket that hangs up when the rank dies (borrowed). At first no rank has one. */
-void s1f_group_set_hangup(s1f_group *group, int32_t rank, int32_t fd);
 /* This rank comes to a step, and may still find that it cannot begin it. Steps are counted from 1 by every rank for
  * itself, those included that end with an error: so the ranks pair by their counts. */
 void s1f_group_enter(s1f_group *group, int64_t step);
@@ -47,11 +45,10 @@ void s1f_group_begin_step(s1f_group *group, int64_t step);
 void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
 int32_t s1f_group_rank(const s1f_group *group);
-int32_t s1f_group_num_ranks(const s1f_group *group);
 /* This rank's units of the step are done. Waits until those of last_rank are done, too: the rank on which backwards
  * end, after all messages of other ranks. So no rank leaves a step well in which last_rank fails. Needs a block that
- * all ranks share. Blocks. */
-s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank);
+ * all ranks share. hangup_fd: as of an arena end. Blocks. */
+s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd);
 
 /* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
 void s1f_group_progress(s1f_group *group, const char *what);
@@ -73,10 +70,8 @@ typedef struct {
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
     int64_t step; /* the first step that it ends; for fail_with, 0: this rank's step */
 } s1f_failure;
-/* At step 0; texts that are too long are cut. */
-s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge);
-/* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere; a unit of
- * "" is replaced as there. Returns 0 if another failure came first: the first one's text stands. */
+/* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere. Returns 0
+ * if another failure came first: the first one's text stands. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);
@@ -84,7 +79,7 @@ int s1f_group_has_failed(const s1f_group *group); /* s1f_group_check without a t
 /* This rank's present or last step if a failure ends that step; else 0. */
 int64_t s1f_group_failed_step(const s1f_group *group);
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
-/* If the socket of a reason's peer has hung up: ends the step on every rank. S1F_OK while the peer is there. */
+/* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);
 /* This rank leaves a step, and all before it, by an error; `failure` is what the others are told if they wait to meet
  * it there. Also ends the step on every rank. */
@@ -112,9 +107,9 @@ void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
  * S1F_ERR_PEER where a rank meets in a later epoch already: what it gave to this round is gone. (epoch, round) is the
  * same on all ranks and rises; rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the
  * ranks meet in the step that is the epoch's number, and a failure of an earlier one does not end the wait:
- * S1F_ERR_PEER once a rank has passed the step. Blocks. */
+ * S1F_ERR_PEER once a rank has passed the step. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
 s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
-                            int32_t bytes, char *out, int32_t *out_bytes);
+                            int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
 
 /* A rank waits for signals: 64-bit positions that another thread or process raises. A futex lies on the low half. */
 typedef struct {
@@ -127,6 +122,7 @@ struct s1f_wait_reason { /* who is waited for and why: for errors */
     int32_t recovering;  /* a standing failure does not end the wait, a rank that passed the step does */
     int32_t meets;       /* the peer comes in this step or never */
     int32_t patient;     /* the time-out does not end the wait: another thread looks after it */
+    int hangup_fd;       /* a socket that hangs up when the peer dies, or -1 */
     const char *purpose; /* "waiting for" */
     const char *edge;    /* "activations of stage 0 to 1" */
     int64_t sequence;    /* -1: none */

@@ -59,7 +59,6 @@ struct s1f_group {
     s1f_spoiled *spoiled; /* the block's, or what a host shares */
     s1f_status (*interrupted)(void *context);
     void *context;
-    int32_t hangup_fds[]; /* [num_ranks] -1: none */
 };
 
 /* From here on nobody can meet this rank in that step, nor in one before. */

@@ -40,16 +40,32 @@ static int64_t round_up(int64_t bytes, int64_t to)
     return (bytes + to - 1) / to * to;
 }
 
-/* Lays the tensors out one behind the other. They are in memory, so their sizes are sizes that memory can have. */
-static void lay_out(s1f_message *message)
+/* Lays the tensors out one behind the other. */
+static s1f_status lay_out(s1f_message *message)
 {
-    message->payload_bytes = 0;
+    if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS)
+        return s1f_fail(S1F_ERR_ARG, "%d tensors, a message holds 0 to %d", (int)message->num_tensors,
+                        (int)S1F_MAX_TENSORS);
+    int64_t end = 0;
     for (int32_t i = 0; i < message->num_tensors; i++) {
         s1f_tensor_header *tensor = &message->tensors[i];
-        tensor->bytes = tensor_bytes(tensor);
-        tensor->offset = round_up(message->payload_bytes, S1F_PAYLOAD_ALIGNMENT);
-        message->payload_bytes = tensor->offset + tensor->bytes;
+        if ((tensor->bytes = tensor_bytes(tensor)) < 0)
+            return s1f_fail(S1F_ERR_ARG, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size",
+                            (int)i, s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
+        tensor->offset = round_up(end, S1F_PAYLOAD_ALIGNMENT);
+        if (__builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > INT64_MAX / 2)
+            return s1f_fail(S1F_ERR_ARG, "the tensors are larger than memory can be");
     }
+    message->payload_bytes = end;
+    return S1F_OK;
+}
+
+int64_t s1f_message_payload_bytes(const void *place)
+{
+    const s1f_message *message = place;
+    if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION || message->payload_bytes < 0)
+        return -1;
+    return message->on_device ? 0 : message->payload_bytes;
 }
 
 /* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
@@ -119,16 +135,10 @@ s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence)
     return S1F_OK;
 }
 
-int64_t s1f_message_payload_bytes(const void *place)
-{
-    const s1f_message *message = place;
-    if (s1f_message_check_sound(message, message->sequence) != S1F_OK)
-        return -1;
-    return message->on_device ? 0 : message->payload_bytes;
-}
-
 s1f_status s1f_p2p_begin_step(s1f_edge_end *end, int32_t num_places)
 {
+    if (num_places < 1)
+        return s1f_fail(S1F_ERR_ARG, "%s: %d places, at least 1 is needed", end->text, (int)num_places);
     return end->transport->begin_step(end, num_places);
 }
 
@@ -170,9 +180,12 @@ s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_
                         const void *const *tensors)
 {
     message->sequence = sequence;
-    lay_out(message);
-    s1f_message_seal(message);
-    return on_edge(end->transport->send(end, sequence, place, message, tensors), end, sequence);
+    s1f_status status = lay_out(message);
+    if (status == S1F_OK) {
+        s1f_message_seal(message);
+        status = end->transport->send(end, sequence, place, message, tensors);
+    }
+    return on_edge(status, end, sequence);
 }
 
 s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count)

@@ -102,7 +102,7 @@ s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count);
 s1f_status s1f_p2p_finish(s1f_edge_end *end, int32_t failed);
 void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
 
-/* Bytes behind the header of the message in a place, -1 if the header is not sound: for transports that move bytes. */
+/* Bytes behind the header of the message in a place, -1 if there is no message: for transports that move bytes. */
 int64_t s1f_message_payload_bytes(const void *place);
 
 /* Makes magic, version and checksum those of a header whose other fields stand. At most S1F_MAX_TENSORS tensors. */

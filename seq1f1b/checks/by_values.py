@@ -253,7 +253,7 @@ def _run_segments(run: Callable[[LiveUnit], None], sizes: Sequence[int], device:
         enter(unit)
         run(unit)
 
-    step = group.begin_step()
+    step = group.begin_step(training=False)
     with inside_step(), step_on(device):
         _C.executor_step(executor, step, False, sum(sizes), array("q", sizes), run_unit)
 

@@ -218,7 +218,7 @@ class DeviceEdges:
         Raises:
             RuntimeError: the way asked for fails, or a transfer does not end; raised on every rank.
         """
-        self.group.begin_step()
+        self.group.begin_step(training=False)
         self.begin_step()
         ends, seconds = dict[Edge, Any](), dict[Edge, float]()
         kept: list[Tensor] = []  # sent messages, until all transfers have ended

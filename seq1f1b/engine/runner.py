@@ -203,7 +203,7 @@ class Runner:
             rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
             arguments = replace(arguments, rows=rows, trees=trees)
         if is_tuned := self.tuner is not None and arguments.rows is None:
-            group.begin_step()  # messages between ranks may follow
+            group.begin_step(training)  # messages between ranks may follow
             self.setting = self._tuned(self.tuner, arguments)
         self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
@@ -220,7 +220,7 @@ class Runner:
             group.set_limits(options.limits.longest)
         # 2. The ranks compare their arguments: in the first step, after a failure, and in steps of rows.
         if not is_tuned:
-            group.begin_step()
+            group.begin_step(training)
         self._meet(arguments, order)
         if training and group.size > 1 and (arguments.loss_weight is not None or batch.by_targets):
             step.share_weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,7 +48,7 @@ class RankGroup(OfOneProcess, ABC):
     def __init__(self, rank: int, size: int, group: object, *, arena_bytes: int, local_size: int) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.arena_bytes = arena_bytes
-        self.step = 0
+        self.step, self.training = 0, True
         self.local_size = local_size  # number of ranks on this host
         self.epoch = 0  # the step in which all ranks have met after a failure; equal on all ranks within a step
         self._round = 0
@@ -57,6 +58,7 @@ class RankGroup(OfOneProcess, ABC):
         self._acknowledged = False  # whether this rank's user has seen the standing failure
         self._own_text = ""  # text of this rank's own error
         self._met_failure: Failure | None = None  # the failure that prevented a meeting of all ranks
+        self.hangup_fds = [-1] * size  # by rank, a descriptor that signals the peer's death; -1: there is none
         self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # by neighbour, the text of an edge, for errors
         self._peers: dict[Edge, int] = {}
@@ -88,7 +90,7 @@ class RankGroup(OfOneProcess, ABC):
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
         if what == "close()":
             text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
-        _C.group_fail(self.group, rank, text, what, edge, 0)
+        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0], 0)
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
@@ -127,11 +129,13 @@ class RankGroup(OfOneProcess, ABC):
         if not self._acknowledged:
             _C.group_check(self.group)
 
-    def begin_step(self) -> int:
+    def begin_step(self, training: bool = True) -> int:
         """Begins the step entered by :meth:`enter`, or enters and begins the next step. Returns the step's number.
 
         After a failed step, waits until all ranks have come to this step.
 
+        Args:
+            training: whether the step trains; equal on all ranks without a mistake of the user.
         Raises:
             PipelineError: an error of :meth:`enter`; or a rank has left this step by an error.
         """
@@ -139,6 +143,7 @@ class RankGroup(OfOneProcess, ABC):
             self.enter()
         if self._acknowledged:
             self._recover()
+        self.training = training
         _C.group_begin_step(self.group, self.step)
         return self.step
 
@@ -148,7 +153,7 @@ class RankGroup(OfOneProcess, ABC):
         The last backwards run there: if one fails, no rank leaves the step well and updates its weights. The wait costs
         nothing, because the next step starts on the first stage's rank.
         """
-        _C.group_finish_step(self.group, first_stage_rank)
+        _C.group_finish_step(self.group, first_stage_rank, self.hangup_fds[first_stage_rank])
 
     def end_step(self, failed: bool) -> None:
         """Leaves a step without a wait for other ranks.
@@ -274,8 +279,9 @@ class RankGroup(OfOneProcess, ABC):
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
+        fds = array("i", self.hangup_fds)
         try:
-            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data)
+            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
             passed = _C.group_passed(self.group, self.step) if recovering else None
             if passed is None:

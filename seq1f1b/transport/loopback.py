@@ -92,4 +92,4 @@ class _LoopbackRank(RankGroup):
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         arena = self._memory.arena(edge)
-        return _C.arena_end(self.group, arena, None, peer_rank, is_receiver, text)
+        return _C.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)

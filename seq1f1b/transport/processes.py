@@ -73,7 +73,7 @@ def _forget_sockets_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_sockets_after_fork)
 
 
-_EXCHANGE_TAGS = 1 << 30  # first tag, and number of tags plus the set-up's; edges of 2^15 pipelines have lower tags
+_EXCHANGE_TAGS = 1 << 30  # first tag, and number of tags plus the set-up's; edges of 2^14 pipelines have lower tags
 _EXCHANGE = "gradients of tied parameters"
 
 
@@ -105,7 +105,7 @@ class ProcessRank(RankGroup):
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
         self.process_group, self._generation, self._connections = process_group, generation, connections
         for peer, connection in connections.items():
-            _C.group_set_hangup(group, peer, connection.fileno())
+            self.hangup_fds[peer] = connection.fileno()
         _open_groups.add(self)
 
     # -- edges in memory shared by two processes of a host
@@ -119,7 +119,7 @@ class ProcessRank(RankGroup):
             if is_receiver:  # makes the memory, and hands the descriptor to the sender
                 made, arena, size = edge_memory(self.arena_bytes)
                 socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
-                return _C.arena_end(self.group, arena, None, peer_rank, is_receiver, text)
+                return _C.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
             data, handed = receive(connection, _ARENA.size)
         except OSError as error:
             raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
@@ -129,7 +129,7 @@ class ProcessRank(RankGroup):
                 f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
                 "all ranks must open their edges in one order"
             )
-        return _C.arena_end(self.group, mapping(handed, size), None, peer_rank, is_receiver, text)
+        return _C.arena_end(self.group, mapping(handed, size), connection.fileno(), peer_rank, is_receiver, text)
 
     # -- gradients of tied parameters
 

@@ -24,8 +24,13 @@ _UINT8 = DTYPES.index(torch.uint8)
 class C10dRelay:
     """One end of an edge over a torch process group, which moves messages between two private arenas.
 
-    gloo ends the process if two ends ask for different sizes, so a message is two transfers, each with a tag: a header
-    of a fixed size, and the payload, received once the header has told its size.
+    gloo ends the process if two ends ask for different sizes, so each part of a message has its own tag:
+
+    - the header;
+    - the first bytes of the payload, as many as message ``n`` had in the edge's last training step, or last evaluation.
+      Each of the two has a tag, because two ends that both ran a step well agree on the sizes. From a shape's second
+      step on, a receive is therefore posted in full before the send of the message;
+    - the rest, with a size from the header.
 
     gloo cannot be polled, a wait with a time-out closes the pair, and aborting the group does not end a wait (torch
     2.13). So one thread per end waits without limit, and reports each message to the arena in C. The engine's thread
@@ -36,11 +41,11 @@ class C10dRelay:
     Args:
         tag: number of the edge; the end uses the tags from ``TAGS * tag`` on.
         beginner: thread for the begin of transfers, shared by all ends of a rank.
-        broken: gets the reason of a failed transfer, and the edge; called from another thread.
+        broken: gets the reason of a failed transfer, and the edge with the message; called from another thread.
     """
 
-    TAGS = 2
-    _HEADER, _PAYLOAD = range(TAGS)
+    TAGS = 4
+    _HEADER, _EVALUATING, _TRAINING, _REST = range(TAGS)
 
     def __init__(
         self,
@@ -59,33 +64,93 @@ class C10dRelay:
         self._beginner = beginner
         self._waiter = Worker(f"seq1f1b {text}", failed=self._lose)
         self._lock = threading.Lock()  # between the two threads; no other thread uses the attributes below
-        # By part: the number of transfers surely begun by both ends, and the bytes of this end's later ones.
+        self._step, self._known, self._most_payload = 0, self._EVALUATING, 0
+        self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by part: room of a place, sizes by message
+        self._expected: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # sizes of this step, by message
+        # By part: bytes of the transfers begun by this end in the step before and this step; number of all earlier
+        # transfers; number of transfers in the step before. When the peer fails in a step, this end may have left the
+        # step well, or be in the next step.
+        self._started: tuple[list[int], ...] = ([], [], [], [])
         self._before = [0] * self.TAGS
-        self._started: tuple[list[int], ...] = ([], [])
+        self._of_last_step = [0] * self.TAGS
         self._draining = False
         try:
             _, self._mapping, _ = edge_memory(group.arena_bytes)
             # Last, because end and relay hold each other until close().
-            self.end: object = _C.arena_end(group.group, self._mapping, self, peer, is_receiver, text)
+            self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         except BaseException:
             self._waiter.close()
             raise
 
-    def move(self, position: int, place: int, payload_bytes: int) -> None:
-        """Receives a message of at most so many bytes, or sends one of just so many. Called by the arena."""
-        self._beginner.put(functools.partial(self._begin, position, place, payload_bytes))
+    # called by the arena
+
+    def begin_step(self, step: int, most_payload: int) -> None:
+        known = self._TRAINING if self._group.training else self._EVALUATING
+        self._beginner.put(functools.partial(self._begin_step, step, known, most_payload))
+
+    def post(self, sequence: int, place: int) -> None:
+        self._beginner.put(functools.partial(self._begin, self._begin_receive, sequence, place))
+
+    def send(self, sequence: int, place: int, payload_bytes: int) -> None:
+        self._beginner.put(functools.partial(self._begin, self._begin_send, sequence, place, payload_bytes))
 
     # in the beginner's thread
 
-    def _begin(self, position: int, place: int, payload_bytes: int) -> None:
+    def _begin_step(self, step: int, known: int, most_payload: int) -> None:
+        last_most, last = self._last.get(known, (0, {}))
+        self._expected = last if last_most == most_payload else {}
+        self._step, self._known, self._most_payload, self._sizes = step, known, most_payload, {}
+        self._of_last_step = [len(sizes) for sizes in self._started]
+
+    def _begin(self, begin: Callable[..., Callable[[], None]], sequence: int, *message: int) -> None:
         try:
-            works = [self._transfer(self._HEADER, place, _C.HEADER_BYTES)]
-            if not self._is_receiver and payload_bytes > 0:
-                works.append(self._transfer(self._PAYLOAD, place + _C.HEADER_BYTES, payload_bytes))
+            self._waiter.put(functools.partial(self._finish, sequence, begin(sequence, *message)))
         except Exception as error:
-            self._lose(error)
-        else:
-            self._waiter.put(functools.partial(self._finish, works, position, place, payload_bytes))
+            self._lose(error, sequence)
+
+    def _begin_receive(self, sequence: int, place: int) -> Callable[[], None]:
+        known, expected = self._known, self._expected.get(sequence, 0)
+        header, payload = place, place + _C.HEADER_BYTES
+        works = [self._transfer(self._HEADER, header, _C.HEADER_BYTES)]
+        if expected > 0:
+            works.append(self._transfer(known, payload, expected))
+        step, sizes, most = self._step, self._sizes, self._most_payload
+
+        def finish() -> None:
+            works[0].wait(FOREVER)
+            payload_bytes, trains = _C.message_head(place)
+            if 0 <= payload_bytes <= most and trains == (known == self._TRAINING):
+                sizes[sequence] = payload_bytes
+            else:  # a wrong header: the reader of the message raises the error
+                payload_bytes = 0
+            if payload_bytes > expected:
+                with self._lock:
+                    if self._draining:
+                        return
+                    works.append(self._transfer(self._REST, payload + expected, payload_bytes - expected))
+            for work in works[1:]:
+                work.wait(FOREVER)
+            _C.relay_done(self.end, step, sequence)
+
+        return finish
+
+    def _begin_send(self, sequence: int, place: int, payload_bytes: int) -> Callable[[], None]:
+        expected, payload = self._expected.get(sequence, 0), place + _C.HEADER_BYTES
+        works = [self._transfer(self._HEADER, place, _C.HEADER_BYTES)]
+        if expected > 0:
+            works.append(self._transfer(self._known, payload, expected))
+        if payload_bytes > expected:
+            works.append(self._transfer(self._REST, payload + expected, payload_bytes - expected))
+        step = self._step
+        self._sizes[sequence] = payload_bytes
+
+        def finish() -> None:
+            for work in works:
+                work.wait(FOREVER)
+            _C.relay_done(self.end, step, sequence)
+
+        return finish
 
     def _transfer(self, part: int, address: int, size: int) -> Any:
         """Begins the transfer of a part of a message from or to memory of the arena."""
@@ -101,27 +166,14 @@ class C10dRelay:
 
     # in the waiter's thread
 
-    def _finish(self, works: list[Any], position: int, place: int, most_payload: int) -> None:
-        for work in works:
-            work.wait(FOREVER)
-        if self._is_receiver and (payload := self._begin_payload(place, most_payload)) is not None:
-            payload.wait(FOREVER)
-        _C.relay_done(self.end, position)
+    def _finish(self, sequence: int, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except Exception as error:
+            self._lose(error, sequence)
 
-    def _begin_payload(self, place: int, most_payload: int) -> Any:
-        """Begins to receive what the header announces; None if that is nothing.
-
-        After a wrong header, whose reader raises the error, no payload would have the size that is sent.
-        """
-        size = _C.message_payload_bytes(place)
-        with self._lock:
-            self._draining = self._draining or not 0 <= size <= most_payload
-            if self._draining or size == 0:
-                return None
-            return self._transfer(self._PAYLOAD, place + _C.HEADER_BYTES, size)
-
-    def _lose(self, error: BaseException) -> None:
-        self._broken(first_line(error), self._text)
+    def _lose(self, error: BaseException, sequence: int = -1) -> None:
+        self._broken(first_line(error), f"{self._text}, message {sequence}")
 
     # after a step, and at the end
 
@@ -131,15 +183,19 @@ class C10dRelay:
             _C.relay_flush(self.end)
 
     def settle(self) -> None:
-        """Records that no message is in flight: both ends have begun all transfers of this end."""
+        """Records a good end of the step: no message is in flight, and both ends know the sizes."""
 
         def settle() -> None:
-            for part, sizes in enumerate(self._started):
-                self._before[part] += len(sizes)
-                sizes.clear()
-            self._draining = False
+            self._last[self._known] = self._most_payload, self._sizes
+            self._drop(self._of_last_step)
 
         self._beginner.put(settle)
+
+    def _drop(self, counts: list[int]) -> None:
+        for part, count in enumerate(counts):
+            self._before[part] += count
+            del self._started[part][:count]
+        self._of_last_step = [0] * self.TAGS
 
     def started(self) -> list[tuple[int, list[int]]]:
         """Returns, by part, the number of transfers surely begun by both ends, and the sizes of this end's later ones.
@@ -188,9 +244,13 @@ class C10dRelay:
         except TimeoutError as error:
             text = f"{self._text}: rank {self.peer} did not complete what the failed step left"
             raise _C.PipelineError(text) from error
-        self.settle()
-        if not self._is_receiver:  # makes every place writable again: no message of this step has begun
-            _C.relay_done(self.end, self._group.step << 32)
+        self._beginner.put(self._forget)
+        if not self._is_receiver:  # makes every place writable again
+            _C.relay_done(self.end, self._step, (1 << 32) - 2)
+
+    def _forget(self) -> None:
+        self._last, self._sizes, self._draining = {}, {}, False  # settle() may come before the next step of this edge
+        self._drop([len(sizes) for sizes in self._started])
 
     def close(self) -> None:
         self._waiter.close()

@@ -24,7 +24,7 @@ from seq1f1b.transport.workers import Worker, first_line
 _T = TypeVar("_T")
 _CLOSED = "close()"  # progress of a rank from close() on
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
-_TAGS = 1 << 14  # tags of one generation: two per edge; a relay makes two of each. torch's tags have 31 bits
+_TAGS = 1 << 14  # tags of one generation: two per edge; a relay makes four of each. torch's tags have 31 bits
 
 
 def _tag_of(edge: Edge) -> int:
@@ -179,8 +179,8 @@ class StoreRank(ProcessRank):
 
     # -- steps
 
-    def begin_step(self) -> int:
-        step = self._begun[self.rank] = super().begin_step()
+    def begin_step(self, training: bool = True) -> int:
+        step = self._begun[self.rank] = super().begin_step(training)
         self._worker.put(self._publish_progress)
         return step
 

@@ -221,8 +221,8 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
              (int)e->destination_stage);
     s1f_edge_end *end = NULL;
     s1f_device_end *made = NULL;
-    CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, NULL, NULL, peer,
-                                      is_receiver, text, &p->controls[rank][edge]),
+    CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, -1, peer, is_receiver,
+                                      text, &p->controls[rank][edge]),
                  S1F_OK, "");
     s1f_edge_end *control = p->controls[rank][edge];
     if (p->set.transport == BY_NCCL)

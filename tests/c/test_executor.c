@@ -67,7 +67,7 @@ static void make_rank(one_rank *made, int32_t rank, int32_t num_ranks, int32_t n
     CHECK(made->num_edges <= MAX_EDGES);
     for (int32_t i = 0; i < made->num_edges; i++) {
         made->arenas[i] = zeros(ARENA_BYTES);
-        CHECK(s1f_arena_end_create(made->group, made->arenas[i], ARENA_BYTES, NULL, NULL, 1 - rank,
+        CHECK(s1f_arena_end_create(made->group, made->arenas[i], ARENA_BYTES, -1, 1 - rank,
                                    edges[i].destination_rank == rank, "edge", &made->ends[i]) == S1F_OK);
     }
 }
@@ -123,7 +123,7 @@ static void test_another_split(void)
     CHECK_STATUS(make_executor(&second, second.ends, &executor), S1F_OK, "");
     const s1f_edge *edges = s1f_program_edges(second.program, &second.num_edges);
     int32_t incoming = edges[0].destination_rank == 1 ? 0 : 1;
-    CHECK(s1f_arena_end_create(second.group, second.arenas[incoming], ARENA_BYTES, NULL, NULL, 1, 0, "edge", &sender) ==
+    CHECK(s1f_arena_end_create(second.group, second.arenas[incoming], ARENA_BYTES, -1, 1, 0, "edge", &sender) ==
           S1F_OK);
     s1f_group_begin_step(second.group, 2);
     CHECK_STATUS(s1f_p2p_begin_step(sender, edges[incoming].num_places), S1F_OK, "");

@@ -53,10 +53,8 @@ static pipeline make_pipeline(int32_t num_ranks)
     }
     if (num_ranks > 1) {
         void *memory = made.mapping->memory;
-        CHECK(s1f_arena_end_create(made.groups[0], memory, ARENA_BYTES, NULL, NULL, 1, 0, EDGE, &made.sender) ==
-              S1F_OK);
-        CHECK(s1f_arena_end_create(made.groups[1], memory, ARENA_BYTES, NULL, NULL, 0, 1, EDGE, &made.receiver) ==
-              S1F_OK);
+        CHECK(s1f_arena_end_create(made.groups[0], memory, ARENA_BYTES, -1, 1, 0, EDGE, &made.sender) == S1F_OK);
+        CHECK(s1f_arena_end_create(made.groups[1], memory, ARENA_BYTES, -1, 0, 1, EDGE, &made.receiver) == S1F_OK);
     }
     return made;
 }
@@ -125,7 +123,7 @@ static void test_aborted_step_is_forgotten(void)
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 5, 1), S1F_OK, "");
     begin(&p, 2, 2);
-    CHECK(s1f_message_payload_bytes(&(s1f_message){0}) == -1);
+    CHECK(s1f_message_payload_bytes("not a message at all") == -1);
     s1f_group_set_limits(p.groups[0], SECOND / 20, 0);
     s1f_group_set_limits(p.groups[1], SECOND / 20, 0);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
@@ -181,28 +179,48 @@ static void test_poison(void)
     free_pipeline(&p);
 }
 
-/* -- what is refused --------------------------------------------------------------------------------------------- */
+/* -- mistakes ---------------------------------------------------------------------------------------------------- */
 
-static void test_refusals(void)
+static void test_mistakes(void)
 {
     pipeline p = make_pipeline(2);
     const s1f_message *message;
     const void *payload;
+    char out[S1F_GATHER_BYTES];
+    int32_t bytes;
+    CHECK_STATUS(s1f_group_gather(p.groups[0], 9, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
+                 "4033");
+    CHECK_STATUS(s1f_p2p_begin_step(p.sender, 0), S1F_ERR_ARG, "0 places");
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "ulimit -v unlimited");
     begin(&p, 1, 2);
+    CHECK_STATUS(s1f_p2p_post(p.sender, 0, 0), S1F_ERR_STATE, "this is the sender's end");
+    CHECK_STATUS(send_ints(p.receiver, 0, 0, 1, 1), S1F_ERR_STATE, "this is the receiver's end");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_ERR_STATE, "message 1: in place 0 of 2, but message 0 is next");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 2), S1F_ERR_STATE, "in place 2 of 2");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "without having been posted");
+
     s1f_message large = message_of(ARENA_BYTES);
     CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &large, (const void *const[]){NULL}), S1F_ERR_ARG, "ulimit -v unlimited");
+    s1f_message many = message_of(1);
+    many.num_tensors = S1F_MAX_TENSORS + 1;
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &many, NULL), S1F_ERR_ARG, "17 tensors");
+    s1f_message odd = message_of(-1);
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "negative size");
+    odd = message_of(1);
+    odd.tensors[0].dtype = S1F_NUM_DTYPES;
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "unknown dtype");
+    odd = message_of(INT64_MAX / 2);
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "tensor 0");
+
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 4, 0), S1F_OK, "");
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
     s1f_message expected = *message, *forged = (s1f_message *)(uintptr_t)message;
-    CHECK(s1f_message_payload_bytes(message) == 16);
     CHECK_STATUS(s1f_message_check(message, &expected), S1F_OK, "");
     expected.segment = 2;
     CHECK_STATUS(s1f_message_check(message, &expected), S1F_ERR_STATE,
                  "received F0.3 of step 1 (train), stage 0 to 1, message 0, but the program expects F0.2");
     forged->tensors[0].offset = 64;
-    CHECK(s1f_message_payload_bytes(message) == -1);
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "its header is not as it was sent");
     s1f_message_seal(forged);
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE,
@@ -221,15 +239,6 @@ static void test_refusals(void)
     free_pipeline(&p);
 }
 
-static s1f_status move_nothing(void *context, int64_t position, void *place, int64_t payload_bytes)
-{
-    (void)context;
-    (void)position;
-    (void)place;
-    (void)payload_bytes;
-    return S1F_OK;
-}
-
 static void test_failing_allocations(void)
 {
     char block[1 << 15] __attribute__((aligned(64))) = {0};
@@ -239,6 +248,8 @@ static void test_failing_allocations(void)
     fail_allocation(0);
     CHECK_STATUS(s1f_group_create(block, 1, 0, NULL, NULL, &group), S1F_ERR_MEMORY, "group of rank 0");
     CHECK(group == NULL && fail_allocation(-1) == 1);
+    CHECK_STATUS(s1f_group_create(block, 1, 1, NULL, NULL, &group), S1F_ERR_ARG, "rank 1 of 1");
+    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, NULL, NULL, &group), S1F_ERR_ARG, "multiple of 64");
     int fd = memfd_create("test_p2p", MFD_CLOEXEC);
     CHECK(ftruncate(fd, 1 << 20) == 0);
     fail_allocation(0);
@@ -246,9 +257,10 @@ static void test_failing_allocations(void)
     CHECK(mapping == NULL && fail_allocation(-1) == 1);
     CHECK_STATUS(s1f_mapping_create(-1, 1 << 20, &mapping), S1F_ERR_SYSTEM, "mapping 1048576 bytes");
     fail_allocation(0);
-    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, NULL, NULL, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
     CHECK(end == NULL && fail_allocation(-1) == 1);
-    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, move_nothing, NULL, 1, 0, EDGE, &end), S1F_OK, "");
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
+    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, &(s1f_relay){0}, NULL, 1, 0, EDGE, &end), S1F_OK, "");
     fail_allocation(0);
     CHECK_STATUS(s1f_p2p_begin_step(end, 3), S1F_ERR_MEMORY, "3 places");
     CHECK(fail_allocation(-1) == 1);
@@ -300,8 +312,11 @@ static void test_chain_of_waits(void)
     pthread_create(&working, NULL, keep_progressing, p.groups[0]);
     pthread_create(&waiting, NULL, wait_for_first, p.receiver);
     s1f_signal never = {0};
-    s1f_wait_reason reason = {
-        .peer_rank = 1, .purpose = "waiting for", .edge = "activations of stage 1 to 2", .sequence = 3};
+    s1f_wait_reason reason = {.peer_rank = 1,
+                              .hangup_fd = -1,
+                              .purpose = "waiting for",
+                              .edge = "activations of stage 1 to 2",
+                              .sequence = 3};
     int64_t start = now_ns();
     sleep_ms(50);
     /* Rank 0 falls silent after 0.5 s; counted from the wait alone, the error would come after 0.2 s. */
@@ -373,7 +388,7 @@ static void gather_ok(s1f_group *group, uint32_t epoch, uint32_t round, int32_t 
 {
     char out[2 * S1F_GATHER_BYTES];
     int32_t bytes[2];
-    CHECK_STATUS(s1f_group_gather(group, epoch, round, recovering, mine, 4, out, bytes), S1F_OK, "");
+    CHECK_STATUS(s1f_group_gather(group, epoch, round, recovering, mine, 4, NULL, out, bytes), S1F_OK, "");
     int32_t other = memcmp(mine, "of 0", 4) == 0;
     CHECK(bytes[other] == 4 && memcmp(out + other * S1F_GATHER_BYTES, theirs, 4) == 0);
 }
@@ -383,7 +398,7 @@ static void *gather_late(void *context)
     late_rank *late = context;
     char out[2 * S1F_GATHER_BYTES];
     int32_t bytes[2];
-    late->status = s1f_group_gather(late->groups[1], late->epoch, 0, late->recovering, "of 1", 4, out, bytes);
+    late->status = s1f_group_gather(late->groups[1], late->epoch, 0, late->recovering, "of 1", 4, NULL, out, bytes);
     return NULL;
 }
 
@@ -494,15 +509,15 @@ static void test_finish_step(void)
     pipeline p = make_pipeline(2);
     for (int32_t rank = 0; rank < 2; rank++)
         s1f_group_begin_step(p.groups[rank], 1);
-    CHECK_STATUS(s1f_group_finish_step(p.groups[0], 0), S1F_OK, "");
-    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0), S1F_OK, "");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[0], 0, -1), S1F_OK, "");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_OK, "");
     for (int32_t rank = 0; rank < 2; rank++)
         s1f_group_begin_step(p.groups[rank], 2);
     s1f_group_set_limits(p.groups[1], SECOND / 10, 0);
-    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0), S1F_ERR_TIMEOUT, "waiting for the end of the step");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_ERR_TIMEOUT, "waiting for the end of the step");
     s1f_group_clear(p.groups[0]);
     s1f_group_fail(p.groups[0], 0, "ValueError: no such token");
-    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0), S1F_ERR_PEER, "rank 0 ended the step");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_ERR_PEER, "rank 0 ended the step");
     free_pipeline(&p);
 }
 
@@ -547,7 +562,7 @@ static void test_gather_that_another_skips(void)
     atomic_store(&late->may_go, 1);
     pthread_join(gathering, NULL);
     CHECK(late->status == S1F_OK);
-    CHECK_STATUS(s1f_group_gather(late->groups[1], 0, 1, 0, "of 1", 4, out, bytes), S1F_ERR_PEER,
+    CHECK_STATUS(s1f_group_gather(late->groups[1], 0, 1, 0, "of 1", 4, NULL, out, bytes), S1F_ERR_PEER,
                  "rank 0 has begun step 2 without a collective that rank 1 waits in");
     CHECK_STATUS(s1f_group_check(late->groups[0]), S1F_ERR_PEER, "has begun step 2");
     free_late_rank(late);
@@ -578,7 +593,7 @@ static void test_leaving_a_step_as_a_failure_is_forgotten(void)
     int32_t bytes[3];
     s1f_group_set_limits(p.groups[1], SECOND / 100, 0);
     s1f_group_enter(p.groups[1], 4);
-    CHECK(s1f_group_gather(p.groups[1], 4, 0, 1, "", 0, out, bytes) != S1F_OK);
+    CHECK(s1f_group_gather(p.groups[1], 4, 0, 1, "", 0, NULL, out, bytes) != S1F_OK);
     CHECK(s1f_group_passed(p.groups[0], 3, &failure) && failure.rank == 1 && failure.text[0] == '\0');
     free_pipeline(&p);
 }
@@ -588,7 +603,7 @@ int main(void)
     test_aborted_step_is_forgotten();
     test_other_places_give_pages_back();
     test_poison();
-    test_refusals();
+    test_mistakes();
     test_failing_allocations();
     test_chain_of_waits();
     test_failure_of_a_later_step();

@@ -174,7 +174,7 @@ class Rank:
         if self.engine is not None:
             self.stage.at, self.stage.change, self.stage.received, self.trap_loss = "", None, None, None
             for relay in self._changed_relays:
-                del relay.move
+                del relay.send
             self._changed_relays.clear()
         if fault.kind == "call fails":
             return not ctypes.CDLL(None).failing_calls_disarm()
@@ -233,17 +233,17 @@ class Rank:
         assert self.engine is not None
         relays = [relay for relay in self.engine._group._relays.values() if not relay._is_receiver]
         relay = relays[fault.choice % len(relays)]
-        lost, move = fault.choice % (M * K), relay.move
+        lost, send = fault.choice % (M * K), relay.send
 
-        def move_wrongly(position: int, place: int, payload_bytes: int) -> None:
-            if position % (1 << 32) == lost + 1:
+        def send_wrongly(sequence: int, place: int, payload_bytes: int) -> None:
+            if sequence == lost:
                 self.pipe.send(("trap", time.monotonic()))
                 if fault.kind == "message lost":
                     return
                 time.sleep(TIMEOUT / 3)
-            move(position, place, payload_bytes)
+            send(sequence, place, payload_bytes)
 
-        relay.move = move_wrongly
+        relay.send = send_wrongly
         self._changed_relays.append(relay)
 
     def make_a_call_fail(self, fault: Fault) -> None:

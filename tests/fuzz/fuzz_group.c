@@ -38,7 +38,7 @@ static void read_failure(const s1f_group *group)
 static void wait_in_vain(s1f_group *group)
 {
     s1f_signal never = {0};
-    s1f_wait_reason reason = {.peer_rank = 1, .purpose = "waiting for", .edge = "edge"};
+    s1f_wait_reason reason = {.peer_rank = 1, .hangup_fd = -1, .purpose = "waiting for", .edge = "edge"};
     s1f_status status = s1f_group_wait(group, &never, 1, &reason);
     REQUIRE((status == S1F_ERR_PEER || status == S1F_ERR_TIMEOUT) && s1f_last_error()[0] != '\0');
     read_failure(group);
@@ -62,7 +62,7 @@ static void gather(s1f_group *group, char *block, int32_t recovering)
         atomic_store((_Atomic uint64_t *)(theirs + mailbox - 2 * contribution), UINT64_C(1) << 32 | 1);
     }
     int32_t out_bytes[NUM_RANKS];
-    s1f_status status = s1f_group_gather(group, 1, 0, recovering, "12345678", 8, out, out_bytes);
+    s1f_status status = s1f_group_gather(group, 1, 0, recovering, "12345678", 8, NULL, out, out_bytes);
     if (status != S1F_OK)
         REQUIRE(s1f_last_error()[0] != '\0');
     else

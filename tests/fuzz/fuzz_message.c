@@ -99,8 +99,8 @@ static void make_edge(pipeline *p, int32_t e, const s1f_edge *edge)
     p->arenas[e] = aligned_alloc(PAGE_BYTES, (size_t)bytes);
     memset(p->arenas[e], 0, (size_t)bytes);
     for (int32_t rank = 0; rank < 2; rank++)
-        REQUIRE(s1f_arena_end_create(p->groups[rank], p->arenas[e], bytes, NULL, NULL, 1 - rank,
-                                     edge->destination_rank == rank, "edge", &p->ends[rank][e]) == S1F_OK);
+        REQUIRE(s1f_arena_end_create(p->groups[rank], p->arenas[e], bytes, -1, 1 - rank, edge->destination_rank == rank,
+                                     "edge", &p->ends[rank][e]) == S1F_OK);
     if (edge->destination_rank == 1)
         p->incoming = e;
 }

@@ -243,7 +243,7 @@ def leave_an_edge_unused(group: RankGroup, pipe: Connection) -> list[float]:
     while _C.group_failure(group.group) is None:
         time.sleep(0.01)
     group.end_step(failed=True)
-    group.begin_step()
+    group.begin_step(training=False)
     group.end_step(failed=False)
     begin(group, end)
     found = []
@@ -532,3 +532,9 @@ def test_bad_arguments() -> None:
     assert transport.resolve_group(None).size == 1
     with pytest.raises(ValueError, match="timeout must be above 0"):
         groups[0].set_limits(0.0)
+    end = groups[0].edge_end((0, 1), 1, False, EDGE)
+    begin(groups[0], end)
+    with pytest.raises(ValueError, match="17 tensors"):
+        send(end, 0, [torch.zeros(1)] * 17)
+    with pytest.raises(RuntimeError, match=f"{EDGE}, message 0: this is the sender's end"):
+        core.edge_post(end, 0, 0)
