@@ -28,6 +28,7 @@ pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
 from seq1f1b.transformers import Trainer, load_pretrained  # noqa: E402
+from seq1f1b.transformers.trainer_replicas import Replicas  # noqa: E402
 
 SEGMENTS = 4
 CONFIG: dict[str, Any] = {
@@ -108,14 +109,17 @@ class Events(transformers.TrainerCallback):
         return note
 
 
-Plain = transformers.Trainer
+class Plain(transformers.Trainer):
+    """The plain Trainer, which the tests hold ours against."""
+
+    def __init__(self, *args: Any, pipeline: Any = None, **named: Any) -> None:
+        super().__init__(*args, **named)
 
 
 def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tuple[Any, Events]:
     settings = dict(settings)
     events, collator, stream = Events(), settings.pop("collator", collate), settings.pop("stream", False)
     options = {"pipeline": {"num_segments": SEGMENTS, **settings.pop("pipeline", {})}}
-    options = options if kind is Trainer else {}
     source = settings.pop("source", None)  # a folder, of which ours reads a part
     model = make_model(settings.pop("lora", None), **settings.pop("model", {})) if source is None else source
     if source is not None and kind is Plain:
@@ -265,6 +269,16 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
         {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
         {"source": "folder", "pipeline": {"dtype": torch.float32, "balance": "time", "seq_len": 24}},
     ],
+    ids=[
+        "packed",
+        "split backward",
+        "recomputed and tied",
+        "by length",
+        "random collator",
+        "hybrid",
+        "one rank trains",
+        "a folder",
+    ],
 )
 def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, settings):
     settings = {"max_steps": 6, "eval_strategy": "epoch", "eval_on_start": True, **settings}
@@ -359,6 +373,31 @@ def test_replicas_of_a_pipeline_train_as_the_plain_trainer(tmp_path):
         again = on_four_ranks(train, str(tmp_path / "ours"), replicas, str(tmp_path / "ours" / "checkpoint-2"))
         at = next(i for i, entry in enumerate(whole[0]["logs"]) if entry["step"] == 3)
         assert untimed(again[3]["logs"])[at:-1] == untimed(whole[0]["logs"])[at:-1]
+        assert on_four_ranks(sum_over_replicas) == [
+            [None, [float(rank % 2)], [2.0 * (rank % 2) + 2.0]] for rank in range(4)
+        ]
+
+
+def sum_over_replicas() -> list[Any]:
+    """One of three parameters has no gradient, one has one in the first replica alone, and one in both."""
+    replicas = Replicas(2, torch.device("cpu"))
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    if replicas.index == 0:
+        parameters[1].grad = torch.full((1,), float(replicas.rank))
+    parameters[2].grad = torch.full((1,), float(replicas.rank))
+    replicas.sum_gradients(parameters)
+    return [None if each.grad is None else each.grad.tolist() for each in parameters]
+
+
+def make_with_replicas(folder: str, count: int, rows: int) -> tuple[str, str, float]:
+    settings = {"pipeline": {"replicas": count}, "per_device_train_batch_size": rows}
+    return error_of(lambda: make_trainer(Trainer, folder, settings))
+
+
+@pytest.mark.parametrize(("count", "rows", "text"), [(3, 4, "give a divisor of 2"), (2, 1, "rows of all of them")])
+def test_replicas_that_cannot_be_are_refused(on_two_ranks, tmp_path, count, rows, text):
+    for kind, found, _ in on_two_ranks(make_with_replicas, str(tmp_path), count, rows):
+        assert kind == "ValueError" and text in found
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -457,13 +496,18 @@ def test_a_trainer_is_made_and_trains_after_another_one_s_end(on_two_ranks, tmp_
 
 
 @pytest.mark.parametrize("lora", [None, {}])
-def test_a_trainer_writes_nothing_to_its_user_s_config(tmp_path, lora):
+@pytest.mark.parametrize("by_init", [False, True])
+def test_a_trainer_writes_nothing_to_its_user_s_config(tmp_path, lora, by_init):
     model = make_model(lora)
     config = model.config
     before = copy.deepcopy(vars(config))
+    given = {"model_init": lambda: model} if by_init else {"model": model}
     arguments = transformers.TrainingArguments(str(tmp_path), **{**ARGUMENTS, "max_steps": 1})
-    trainer = Trainer(model, arguments, collate, make_rows(8, 1), pipeline={"num_segments": 2})
-    trainer.train()
+    trainer = Trainer(
+        args=arguments, data_collator=collate, train_dataset=make_rows(8, 1), pipeline={"num_segments": 2}, **given
+    )
+    if not by_init:  # else a whole model is made again
+        trainer.train()
     trainer.engine.close()
     assert vars(config) == before
     assert trainer.model.config.use_cache is False and trainer.model.config is not config
@@ -580,7 +624,6 @@ SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     ("kind", "attributes", "named", "text"),
     [
         *((Trainer, {}, {"pipeline": {name: None}}, name) for name in ("group", "loss_fn", "banana")),
-        (Trainer, {}, {"pipeline": {"replicas": 3}}, "give a divisor of 1"),
         (Trainer, {}, {"optimizers": (SGD, None)}, "optimizers"),
         (Trainer, {}, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}, "compute_loss_func"),
         (Own, {}, {}, r"Own\.compute_loss"),

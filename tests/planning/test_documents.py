@@ -98,6 +98,16 @@ def test_a_state_goes_on_on_other_ranks_and_replicas(at: int) -> None:
         assert found == truth[at:]
 
 
+def test_a_state_does_not_run_ahead_of_what_was_handed_out() -> None:
+    """The next step is planned already while this one trains; a state is that of the next, all the same."""
+    steps = iter(made := batches())
+    first = next(steps)
+    time.sleep(0.1)
+    state = made.state_dict()
+    assert state["steps"] == 1 and state["begin"] == len(first.documents)
+    steps.close()  # type: ignore[attr-defined]
+
+
 class Documents(torch.utils.data.Dataset[Any]):
     """Gives back the step that it was handed, and its documents in rows."""
 

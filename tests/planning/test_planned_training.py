@@ -1,7 +1,8 @@
-"""Do planned steps train as each document alone: any lengths, ranks, orders, recomputed units?"""
+"""Do planned steps train as each document alone: any lengths, ranks, orders, recomputed units, replicas?"""
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_processes
+from replicas import wrap
 from slices import each_value, whole
 from tiny_model import Config, cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from seq1f1b import Memory, ModelShape, PipelineEngine, ScheduleError
+from seq1f1b import Loss, Memory, ModelShape, PipelineEngine, ScheduleError, add_loss, carry_in, carry_out, layer_handle
 from seq1f1b.data import DocumentBatches
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
-from seq1f1b.planning.step_plan import StepPlan, plan_step
+from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.seconds import Span, arrays_of
 from seq1f1b.testing import run_ranks
 
@@ -136,13 +140,108 @@ def test_planned_steps_train_as_each_document_alone(num_ranks: int, schedule: st
     assert schedule != "seq1f1b" or {"R", "L"} <= set(kinds)
 
 
+def replicas(rank: int, world: int) -> None:
+    """Two replicas of two stages, which share the documents of each step by their work."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica, index = divmod(rank, 2)
+    model = whole_model(CONFIG)
+    stage = wrap("ddp", stage_of(model, CONFIG, index, 2), mesh.get_group("data"), mesh["data"])
+    engine = PipelineEngine(
+        stage,
+        num_microbatches=1,
+        loss_fn=cross_entropy,
+        arg_rules={"doc_ids": "slice"},
+        group=mesh.get_group("pipeline"),
+    )
+    rng = random.Random(7)
+    for seed in range(4):
+        lengths = [rng.randint(1, 40) for _ in range(rng.randint(2, 9))]
+        tokens, targets = texts_of(lengths, seed)
+        total = sum(int((target != -100).sum()) for target in targets)
+        own = share_documents(lengths, 2, cost_of(2))[replica]
+        plan = plan_step([lengths[i] for i in own], cost_of(2), unit_tokens=8)
+        step(engine, plan, [tokens[i] for i in own], [targets[i] for i in own], loss_weight=float(total))
+        truth = alone(tokens, targets, total)[1]
+        found = {name: p.grad for name, p in engine.named_parameters()}
+        assert gradient_error(found, {name: truth[name] for name in found}) <= 1e-10
+        for parameter in engine.parameters():
+            parameter.grad = None
+    engine.close()
+
+
+def test_replicas_train_as_each_document_alone() -> None:
+    run_processes(4, replicas)
+
+
+class Balanced(torch.nn.Module):
+    """A stage whose auxiliary loss is of each document: the square of the mean of what its tokens give.
+
+    Sums of every document of the row are handed on, by the position of its first token; the last segment of the row
+    gives the loss, in which a document weighs by its tokens.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.linear, self.layer = torch.nn.Linear(4, 4).double(), layer_handle(index)
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        out = self.linear(x).tanh()
+        first = torch.zeros(x.shape[1], dtype=torch.int64) if doc_ids is None else doc_ids[0].long()
+        sums = carry_in(self.layer, out.new_zeros(128, 5)).index_add(0, first, F.pad(out[0], (0, 1), value=1.0))
+        carry_out(self.layer, sums)
+        counts = sums[:, 4].clamp(min=1.0)
+        means = sums[:, :4] / counts[:, None]
+        add_loss((means.square().sum(1) * sums[:, 4]).sum() / sums[:, 4].sum(), of="sequence")
+        return out
+
+
+def test_auxiliary_losses_of_each_document() -> None:
+    lengths = [40, 3, 7, 23, 12, 1, 9, 30]
+    plan = plan_step(lengths, cost_of(2), unit_tokens=10)
+    assert any(len(row) > 1 and len(sizes) > 1 for row, sizes in zip(plan.rows, plan.segment_sizes, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.rand(n, 4, dtype=torch.float64, generator=generator) for n in lengths]
+    models = [Balanced(0), Balanced(1)]
+
+    def mean_square(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            model := copy.deepcopy(models[group.rank]),
+            num_microbatches=1,
+            loss_fn=mean_square,
+            loss=Loss(weight=lambda target: target.shape[1]),
+            arg_rules={"doc_ids": "slice"},
+            group=group,
+        )
+        step(engine, plan, texts, texts)
+        assert engine.report(gather=True).simulated.schedule == plan.schedule
+        engine.close()
+        return [p.grad for p in model.parameters()]
+
+    found = run_ranks(2, run)
+    total = sum(lengths)
+    for text in texts:
+        hidden = text
+        for model in models:
+            hidden = model.linear(hidden).tanh()
+            (hidden.mean(0).square().sum() * len(text) / total).backward(retain_graph=True)
+        (mean_square(hidden, text) * len(text) / total).backward()
+    for model, gradients in zip(models, found, strict=True):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.allclose(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
 def test_steps_are_planned_by_the_units_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After four steps costs are those of the units, which the machine's rates know nothing of.
+    """After four steps costs are those of the units, which the machine's rates know nothing of; losses stay right.
     Units take seconds by their tokens, in place of the seconds of a shared machine."""
     rng = random.Random(0)
     lengths = [rng.randint(1, 60) for _ in range(120)]
     tokens, targets = texts_of(lengths, 0)
     model = whole_model(CONFIG)
+    truth, _ = alone(tokens, targets, 1.0)
     terms = [(4e-3, 1e-4), (2e-3, 2e-4)]
 
     def seconds_of(report: Any) -> dict[Any, float]:
@@ -168,7 +267,11 @@ def test_steps_are_planned_by_the_units_of_the_engine(monkeypatch: pytest.Monkey
         digests, costs = [], []
         for planned in batches:
             own = [[texts[i] for i in planned.documents] for texts in (tokens, targets)]
-            step(engine, planned.plan, *own)
+            losses = step(engine, planned.plan, *own)
+            for loss, row in zip(losses or (), planned.plan.rows, strict=False):
+                documents = [planned.documents[i] for i in row]
+                counted = sum(int((targets[i] != -100).sum()) for i in documents)
+                assert abs(float(loss) * counted - sum(float(truth[i]) for i in documents)) <= 1e-9 * max(1, counted)
             digests.append(planned.plan.digest)
             costs.append(batches.cost)
         engine.close()
