@@ -24,7 +24,7 @@
 
 /* The compiler's own operations, of vectors of any length; and memory that need not be aligned. */
 typedef vec vec_in_memory __attribute__((aligned(4), may_alias));
-#define VEC_LOAD(p) ((vec)*(const vec_in_memory *)(const void *)(p))
+#define VEC_LOAD(p) ((vec)(*(const vec_in_memory *)(const void *)(p)))
 #define VEC_STORE(p, x) (*(vec_in_memory *)(void *)(p) = (x))
 #define VEC_ADD(a, b) ((a) + (b))
 #define VEC_SUB(a, b) ((a) - (b))

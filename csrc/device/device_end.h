@@ -138,8 +138,8 @@ extern const s1f_mover s1f_copy_mover;
 
 /* An end that moves by NCCL: a communicator of two ranks, and a stream, per directed edge. NCCL's sends and receives
  * need each other (rendezvous), so the program has to have RECEIVEs (receives.h). Starts to create the communicator and
- * returns at once; s1f_device_end_settle waits for it, and for the peer. So all ends of a rank can be created before any
- * is connected, and no order among edges is needed. id: the same 128 bytes at both ends, used once. */
+ * returns at once; s1f_device_end_settle waits for it, and for the peer. So all ends of a rank can be created before
+ * any is connected, and no order among edges is needed. id: the same 128 bytes at both ends, used once. */
 s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,
                                s1f_watchdog *watchdog, s1f_edge_end **out);
 
