@@ -68,15 +68,15 @@ MUTATIONS = {
     "a receiver that does not wait for the copy": Mutation(
         ring="gpu",
         file="csrc/device/copy_end.c",
-        line="return S1F_CU(base->device->driver, stream_wait_event, base->stream, end->places[number].copied, 0);",
+        line="return S1F_CU(end->device->driver, stream_wait_event, end->stream, *copied, 0);",
         instead="return S1F_OK;",
         tests="tests/device/test_edges.py",
     ),
     "segments that weigh alike, whatever they count": Mutation(
         ring="core",
         file="seq1f1b/engine/weighting.py",
-        line="seeds = [share * self._mean_scale for",
-        instead="seeds = [self._mean_scale for",
+        line="seeds = [share * weight for",
+        instead="seeds = [weight for",
         tests="tests/engine/test_random_steps.py",
     ),
     "ranks that agree before all have come": Mutation(
