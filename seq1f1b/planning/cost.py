@@ -198,7 +198,7 @@ class PackedRow(NamedTuple):
 
     @property
     def segment_sizes(self) -> tuple[int | tuple[int, ...], ...]:
-        """Tokens of each segment, in the engine's form: a tuple for leaves that share a segment."""
+        """Tokens of each segment, a tuple by leaf where leaves share a segment, as ``engine.step`` takes them."""
         return self.sizes if self.parts is None else tuple(part[0] if len(part) == 1 else part for part in self.parts)
 
     def spans_in(self, windows: Sequence[int] = ()) -> Span:
