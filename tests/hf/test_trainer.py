@@ -394,7 +394,7 @@ def make_with_replicas(folder: str, count: int, rows: int) -> tuple[str, str, fl
     return error_of(lambda: make_trainer(Trainer, folder, settings))
 
 
-@pytest.mark.parametrize(("count", "rows", "text"), [(3, 4, "give a divisor of 2"), (2, 1, "rows of all of them")])
+@pytest.mark.parametrize(("count", "rows", "text"), [(3, 4, "give a divisor of 2"), (2, 1, "rows of all replicas")])
 def test_replicas_that_cannot_be_are_refused(on_two_ranks, tmp_path, count, rows, text):
     for kind, found, _ in on_two_ranks(make_with_replicas, str(tmp_path), count, rows):
         assert kind == "ValueError" and text in found
