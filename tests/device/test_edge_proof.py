@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def settle(P: int = 2, transport: str = "auto", two_hosts: bool = False) -> Outcome:
-    """Engines are made, and closed. Of two hosts, the first has rank 0 alone."""
+    """Makes engines and closes them. With two hosts, rank 0 is alone on the first."""
     model = whole_model(CONFIG)
 
     def run(group: Any) -> Any:

@@ -108,7 +108,7 @@ def of_a_dead_graph(stage: Any, y: Tensor) -> Tensor:
     return y.cos().sum()
 
 
-# Of the storages of a unit, a storage moves once, whatever is saved of it; the input and weights stay.
+# A storage of a unit moves once, however many tensors of it are saved; the input and weights stay.
 MOVED: dict[str, tuple[Callable[..., Tensor], int]] = {
     "views": (of_views, 4 * (64 * 64 + 63 * 61)),
     "held by somebody else": (of_held, 4 * 64 * 64),
