@@ -74,7 +74,7 @@ __all__ = [
     "ulysses_attention",
     "verify_stage",
 ]
-__version__ = "1.0.0rc2"
+__version__ = "1.0.0rc3"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
