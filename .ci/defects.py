@@ -1,12 +1,13 @@
 """Do the tests see as many faults after a suite was cut as before? Defects planted by seed, and tests that must fail.
 
     python .ci/defects.py plant --seed 63 --number 30 FILE ... >>defects.jsonl
-    python .ci/defects.py try defects.jsonl --tests "tests/device" [--c "test_device_end"] [--tree FOLDER]
+    python .ci/defects.py try defects.jsonl [--tests "tests/device"] [--c "test_device_end"] [--tree FOLDER]
 
 ``plant`` chooses lines of code in these files (C or Python) and changes one operator, number, name or statement in
-each; it leaves out what does not compile. ``try`` makes each defect in a copy of this tree, or of FOLDER, and runs the
-tests until one fails: prints a line for each defect and how many were found. A defect whose line the tree lacks is not
-tried. Builds take seconds with CC="ccache gcc".
+each; it leaves out what does not compile. ``try`` makes each defect in a copy of this tree, or of FOLDER, and runs
+tests until one fails, those of the file's room (ROOMS) if none are named: prints a line for each defect and how many
+were found. A defect whose line the tree lacks is not tried. Tests that are named must pass without a defect; those of
+rooms are taken to pass, as CI has run them. Builds take seconds with CC="ccache gcc".
 """
 
 from __future__ import annotations
@@ -35,6 +36,32 @@ SWAPS = [
     (r"\b(False|false)\b", "True"), (r"\b(min)\(", "max"), (r"\b(max)\(", "min"), (r"\b(0)\b", "1"), (r"\b(1)\b", "2"),
 ]  # fmt: skip
 IN_C = {"False": "false", "True": "true"}
+QUICK = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", "120")
+# The tests of each room, by the first words of a path: arguments of pytest, and programs of tests/c.
+ROOMS = {
+    "csrc/core": ("tests/core tests/schedules", "test_schedule test_partition"),
+    "csrc/schedules": ("tests/schedules tests/core", ""),
+    "csrc/model": ("tests/model tests/core tests/schedules", ""),
+    "csrc/run": ("tests/engine tests/attention tests/transport", "test_executor test_kv_cache test_p2p"),
+    "csrc/device": ("tests/device", "test_device_end"),
+    "csrc/torch": ("tests/attention tests/engine", ""),
+    "csrc/binding": ("tests/core tests/model tests/front tests/attention tests/engine", ""),
+    "kernels": ("tests/kernels tests/attention", "test_attention"),
+    "seq1f1b/engine": ("tests/engine", ""),
+    "seq1f1b/attention": ("tests/attention tests/engine", ""),
+    "seq1f1b/transport": ("tests/transport tests/engine", ""),
+    "seq1f1b/device": ("tests/device", ""),
+    "seq1f1b/checks": ("tests/checks tests/engine tests/adapters", ""),
+    "seq1f1b/report": ("tests/report", ""),
+    "seq1f1b/documents": ("tests/documents", ""),
+    "seq1f1b/adapters": ("tests/adapters", ""),
+    "seq1f1b/transformers": ("tests/hf", ""),
+    "seq1f1b/planning": ("tests/planning", ""),
+    "seq1f1b/view": ("tests/view", ""),
+    "seq1f1b/cli": ("tests/front tests/planning", ""),
+    "seq1f1b/launcher.py": ("tests/transport", ""),
+    "seq1f1b": ("tests/core tests/model tests/front tests/planning", ""),
+}
 
 
 def code_lines(path: Path) -> dict[int, str]:
@@ -117,6 +144,18 @@ def plant(arguments: argparse.Namespace) -> int:
     return int(len(taken) < arguments.number)
 
 
+def tests_of(file: str, tree: Path) -> list[list[str]]:
+    """Returns the commands that run the tests of a file's room, those first whose names share a word with the file."""
+    tests, programs = ROOMS[max((room for room in ROOMS if file.startswith(room)), key=len)]
+    words = set(re.split(r"[_/.]", file)) - {"seq1f1b", "csrc", "c", "h", "py", "test"}
+    files = [
+        str(path.relative_to(tree)) for folder in tests.split() for path in sorted((tree / folder).rglob("test_*.py"))
+    ]
+    files.sort(key=lambda name: -len(words & set(re.split(r"[_/.]", name.rsplit("/", 1)[1]))))
+    commands = [[sys.executable, "tests/c/run.py", "sanitize", *programs.split()]] if programs else []
+    return [*commands, [sys.executable, "-m", "pytest", *QUICK, *files]]
+
+
 def run(command: list[str], tree: Path, seconds: float) -> bool:
     """Whether a command ends well and in time; what it started ends with it."""
     environment = os.environ | {"PYTHONPATH": str(tree), "SEQ1F1B_CUDA": "0", "OMP_NUM_THREADS": "1"}
@@ -133,16 +172,15 @@ def run(command: list[str], tree: Path, seconds: float) -> bool:
 def try_all(arguments: argparse.Namespace) -> int:
     defects = [json.loads(line) for line in arguments.list.read_text(encoding="utf-8").splitlines()]
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    commands = [[sys.executable, "tests/c/run.py", "sanitize", *arguments.c.split()]] if arguments.c else []
+    named = [[sys.executable, "tests/c/run.py", "sanitize", *arguments.c.split()]] if arguments.c else []
     if arguments.tests:
-        quick = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", "120"]
-        commands.append([sys.executable, "-m", "pytest", *quick, *arguments.tests.split()])
+        named.append([sys.executable, "-m", "pytest", *QUICK, *arguments.tests.split()])
     found = tried = 0
     with tempfile.TemporaryDirectory(prefix="seq1f1b-defects-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(arguments.tree, tree, ignore=shutil.ignore_patterns(".git", "__pycache__"))
-        if not all(run(command, tree, 3600) for command in [build, *commands]):
-            raise SystemExit(f"the tests do not pass without a defect: {commands}")
+        if not all(run(command, tree, 3600) for command in [build, *named]):
+            raise SystemExit(f"the tests do not pass without a defect: {named}")
         for defect in defects:
             file = tree / defect["file"]
             text = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -153,6 +191,7 @@ def try_all(arguments: argparse.Namespace) -> int:
             in_c = file.suffix != ".py"
             if in_c and not run(build, tree, 600):
                 raise SystemExit(f"does not build: {defect}")
+            commands = named or tests_of(defect["file"], tree)
             seen = not all(run(command, tree, arguments.seconds) for command in (commands if in_c else commands[-1:]))
             file.write_text(text, encoding="utf-8")
             if in_c:
@@ -174,7 +213,7 @@ def main() -> int:
     planting.set_defaults(run=plant)
     trying = commands.add_parser("try", help="run tests on each defect")
     trying.add_argument("list", type=Path)
-    trying.add_argument("--tests", default="", help="arguments of pytest")
+    trying.add_argument("--tests", default="", help="arguments of pytest, in place of the room's tests")
     trying.add_argument("--c", default="", help="names of C tests, which run first on a defect in C")
     trying.add_argument("--tree", type=Path, default=ROOT)
     trying.add_argument(
