@@ -4,7 +4,6 @@
 #include "walk.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 enum { UNIT_TEXT_BYTES = 64, LINK_TEXT_BYTES = 2 * UNIT_TEXT_BYTES + 96, CYCLE_TEXT_BYTES = 1024 };
 
@@ -29,16 +28,11 @@ static int32_t rank_of(const table *t, s1f_unit unit)
     return t->shape.rank_of_stage[unit.stage];
 }
 
-static const s1f_unit *units_of(const table *t, int32_t rank, int64_t *num_units)
-{
-    return s1f_schedule_units(t->schedule, rank, num_units);
-}
-
 /* The unit that makes a product of the cell of `unit`, which some unit does. */
 static s1f_unit maker_of(const table *t, s1f_product product, s1f_unit unit)
 {
     int64_t num_units;
-    return units_of(t, rank_of(t, unit), &num_units)[t->number_of[product][cell(t, unit)] - 1];
+    return s1f_schedule_units(t->schedule, rank_of(t, unit), &num_units)[t->number_of[product][cell(t, unit)] - 1];
 }
 
 typedef struct {
@@ -54,35 +48,31 @@ static unit_name name_of(const table *t, s1f_unit unit)
 
 /* -- each unit once ------------------------------------------------------------------------------------------------ */
 
-static s1f_status fail_twice(const table *t, s1f_unit unit, int64_t i, s1f_product product)
+static s1f_status fail_twice(const table *t, s1f_position at, s1f_product product)
 {
-    s1f_unit earlier = maker_of(t, product, unit);
+    s1f_unit unit = at.unit, earlier = maker_of(t, product, unit);
     if (earlier.pass == unit.pass)
         return s1f_fail(S1F_ERR_SCHEDULE,
                         "each unit runs once: %s stands twice in the order of rank %d, at positions %lld and %lld",
-                        name_of(t, unit).text, rank_of(t, unit), (long long)(t->number_of[product][cell(t, unit)] - 1),
-                        (long long)i);
+                        name_of(t, unit).text, at.rank, (long long)(t->number_of[product][cell(t, unit)] - 1),
+                        (long long)(at.number - 1));
     int is_whole = (s1f_pass_products(unit.pass) & ~s1f_pass_products(earlier.pass)) != 0;
-    return s1f_fail(
-        S1F_ERR_SCHEDULE, "each unit runs once: rank %d runs both %s, the whole backward, and %s, a part of it",
-        rank_of(t, unit), name_of(t, is_whole ? unit : earlier).text, name_of(t, is_whole ? earlier : unit).text);
+    return s1f_fail(S1F_ERR_SCHEDULE,
+                    "each unit runs once: rank %d runs both %s, the whole backward, and %s, a part of it", at.rank,
+                    name_of(t, is_whole ? unit : earlier).text, name_of(t, is_whole ? earlier : unit).text);
 }
 
 static s1f_status fill_once(table *t)
 {
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            for (int product = 0; product < S1F_MAX_PRODUCTS; product++) {
-                if (!s1f_pass_makes(units[i].pass, (s1f_product)product))
-                    continue;
-                int64_t *number = &t->number_of[product][cell(t, units[i])];
-                if (*number != 0)
-                    return fail_twice(t, units[i], i, (s1f_product)product);
-                *number = i + 1;
-            }
-    }
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);)
+        for (int product = 0; product < S1F_MAX_PRODUCTS; product++) {
+            if (!s1f_pass_makes(at.unit.pass, (s1f_product)product))
+                continue;
+            int64_t *number = &t->number_of[product][cell(t, at.unit)];
+            if (*number != 0)
+                return fail_twice(t, at, (s1f_product)product);
+            *number = at.number;
+        }
     return S1F_OK;
 }
 
@@ -102,22 +92,16 @@ static s1f_status fail_missing(const table *t, s1f_unit unit, s1f_product produc
 
 /* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of
  * the order, however large an index a text names. */
-static s1f_status fail_too_few(const table *t, int64_t total)
+static s1f_status fail_too_few(table *t, int64_t total)
 {
-    unsigned char *present = calloc((size_t)total + 1, 1);
-    if (present == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)total);
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT) && cell(t, units[i]) <= total)
-                present[cell(t, units[i])] = 1;
-    }
+    unsigned char *present = s1f_pool_take(&t->pool, (size_t)total + 1, 1);
+    S1F_TRY(s1f_pool_status(&t->pool, "the rules of an order"));
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);)
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_OUTPUT) && cell(t, at.unit) <= total)
+            present[cell(t, at.unit)] = 1;
     int64_t missing = 0;
     while (present[missing])
         missing++;
-    free(present);
     return fail_missing(t, s1f_forward_of_cell(&t->shape, missing), S1F_PRODUCT_OUTPUT);
 }
 
@@ -174,43 +158,26 @@ static s1f_status check_shards(const table *t)
     if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
         return S1F_OK;
     S1F_TRY(s1f_shape_check_shards(&t->shape));
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            if (s1f_pass_products(units[i].pass) & of_shard && units[i].stage >= t->shape.num_ranks)
-                return s1f_fail(
-                    S1F_ERR_SCHEDULE,
-                    "a rank holds one shard of the vocabulary, that of the stage of its number: rank %d runs %s",
-                    (int)rank, name_of(t, units[i]).text);
-    }
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);)
+        if (s1f_pass_products(at.unit.pass) & of_shard && at.unit.stage >= t->shape.num_ranks)
+            return s1f_fail(
+                S1F_ERR_SCHEDULE,
+                "a rank holds one shard of the vocabulary, that of the stage of its number: rank %d runs %s",
+                (int)at.rank, name_of(t, at.unit).text);
     return S1F_OK;
 }
 
 /* -- dependencies -------------------------------------------------------------------------------------------------- */
 
 /* What a unit waits for comes before it in the order of their rank; between ranks the search for a cycle decides. */
-static s1f_status check_inputs(const table *t, s1f_unit unit, int64_t i)
-{
-    s1f_unit_input input;
-    for (s1f_inputs inputs = s1f_inputs_of(&t->shape, unit); s1f_next_input(&inputs, &input);) {
-        int32_t rank = rank_of(t, unit);
-        if (rank_of(t, input.maker) != rank || t->number_of[input.product][cell(t, input.maker)] <= i)
-            continue;
-        return s1f_fail(S1F_ERR_SCHEDULE, "%s: on rank %d %s comes before %s", input.rule, rank, name_of(t, unit).text,
-                        name_of(t, maker_of(t, input.product, input.maker)).text);
-    }
-    return S1F_OK;
-}
-
 static s1f_status check_program_order(const table *t)
 {
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            S1F_TRY(check_inputs(t, units[i], i));
-    }
+    s1f_unit_input input;
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);)
+        for (s1f_inputs inputs = s1f_inputs_of(&t->shape, at.unit); s1f_next_input(&inputs, &input);)
+            if (rank_of(t, input.maker) == at.rank && t->number_of[input.product][cell(t, input.maker)] >= at.number)
+                return s1f_fail(S1F_ERR_SCHEDULE, "%s: on rank %d %s comes before %s", input.rule, at.rank,
+                                name_of(t, at.unit).text, name_of(t, maker_of(t, input.product, input.maker)).text);
     return S1F_OK;
 }
 
@@ -233,7 +200,8 @@ static int has_run(void *context, const s1f_stand *at, int32_t edge)
     const order_walk *w = context;
     const s1f_edge *e = &w->walk.edges->edges[edge];
     int64_t num_units, number = w->t->number_of[e->product][cell(w->t, awaited_cell(w, *at->unit, edge))];
-    return number <= w->walk.ranks[e->source_rank].next - units_of(w->t, e->source_rank, &num_units);
+    const s1f_unit *units = s1f_schedule_units(w->t->schedule, e->source_rank, &num_units);
+    return number <= w->walk.ranks[e->source_rank].next - units;
 }
 
 static const s1f_walk_rules order_rules = {.has_come = has_run};
@@ -269,12 +237,7 @@ static s1f_status check_no_cycle(table *t)
     s1f_edges *edges = NULL;
     order_walk w = {.t = t};
     S1F_TRY(s1f_edges_create(&t->shape, &t->pool, &edges));
-    S1F_TRY(s1f_walk_create(edges, &t->shape, &t->pool, &w.walk));
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        s1f_walk_set_units(&w.walk, rank, units, num_units);
-    }
+    S1F_TRY(s1f_walk_create(t->schedule, &t->shape, edges, &t->pool, &w.walk));
     while (w.walk.num_ready > 0)
         s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], order_rules, &w);
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
@@ -285,63 +248,57 @@ static s1f_status check_no_cycle(table *t)
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
-/* The first unit of a rank that takes what is still held at position `now`. */
-static s1f_unit oldest_live(const table *t, const s1f_unit *units, int64_t now)
+/* The first unit of a rank that takes what is still held where `now` begins. */
+static s1f_unit oldest_live(const table *t, s1f_position now)
 {
-    for (int64_t i = 0; i < now; i++) {
+    s1f_position at = {.rank = now.rank};
+    while (s1f_next_unit(t->schedule, &at) && at.number < now.number) {
         int is_away =
-            s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT) && s1f_cell_has(&t->shape, units[i], S1F_PRODUCT_COMING);
+            s1f_pass_makes(at.unit.pass, S1F_PRODUCT_OUTPUT) && s1f_cell_has(&t->shape, at.unit, S1F_PRODUCT_COMING);
         s1f_product last = is_away                             ? S1F_PRODUCT_AWAY
                            : s1f_shape_has_backward(&t->shape) ? S1F_PRODUCT_WEIGHT_GRADIENT
                                                                : S1F_PRODUCT_OUTPUT;
-        if (s1f_begins_to_live(s1f_unit_lifetimes(&t->lifetimes, units[i])) &&
-            (last == S1F_PRODUCT_OUTPUT || t->number_of[last][cell(t, units[i])] > now))
-            return units[i];
+        if (s1f_begins_to_live(s1f_unit_lifetimes(&t->lifetimes, at.unit)) &&
+            (last == S1F_PRODUCT_OUTPUT || t->number_of[last][cell(t, at.unit)] >= now.number))
+            break;
     }
-    return units[now];
+    return at.unit;
 }
 
-static s1f_status fail_on_way(const table *t, int32_t rank, s1f_unit unit, int most, const char *way)
+static s1f_status fail_on_way(const table *t, s1f_position at, int most, const char *way)
 {
     return s1f_fail(S1F_ERR_SCHEDULE, "at most %d of a rank's units are on their way %s: rank %d has %d at %s", most,
-                    way, rank, most + 1, name_of(t, unit).text);
+                    way, at.rank, most + 1, name_of(t, at.unit).text);
 }
 
-/* What is neither here nor in the tier is bounded. */
+/* What is neither here nor in the tier is bounded. At the end of a rank all has come back. */
 static s1f_status check_ways(const table *t)
 {
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        int leaving = 0, coming = 0;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++) {
-            leaving += s1f_pass_makes(units[i].pass, S1F_PRODUCT_LEAVING);
-            leaving -= s1f_pass_makes(units[i].pass, S1F_PRODUCT_AWAY);
-            coming += s1f_pass_makes(units[i].pass, S1F_PRODUCT_COMING);
-            coming -= s1f_reads_moved(&t->shape, units[i]);
-            if (leaving > S1F_MOST_LEAVING)
-                return fail_on_way(t, rank, units[i], S1F_MOST_LEAVING, "out");
-            if (coming > S1F_MOST_COMING)
-                return fail_on_way(t, rank, units[i], S1F_MOST_COMING, "back");
-        }
+    int leaving = 0, coming = 0;
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);) {
+        leaving += s1f_pass_makes(at.unit.pass, S1F_PRODUCT_LEAVING);
+        leaving -= s1f_pass_makes(at.unit.pass, S1F_PRODUCT_AWAY);
+        coming += s1f_pass_makes(at.unit.pass, S1F_PRODUCT_COMING);
+        coming -= s1f_reads_moved(&t->shape, at.unit);
+        if (leaving > S1F_MOST_LEAVING)
+            return fail_on_way(t, at, S1F_MOST_LEAVING, "out");
+        if (coming > S1F_MOST_COMING)
+            return fail_on_way(t, at, S1F_MOST_COMING, "back");
     }
     return S1F_OK;
 }
 
+/* At the end of a rank no unit is live. */
 static s1f_status check_live_units(const table *t, int64_t max_live_units)
 {
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units, live = 0;
-        const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++) {
-            s1f_lifetimes lifetimes = s1f_unit_lifetimes(&t->lifetimes, units[i]);
-            if (s1f_begins_to_live(lifetimes) && ++live > max_live_units)
-                return s1f_fail(S1F_ERR_SCHEDULE,
-                                "a rank holds at most %lld live units: rank %d holds %lld from %s to %s",
-                                (long long)max_live_units, rank, (long long)live,
-                                name_of(t, oldest_live(t, units, i)).text, name_of(t, units[i]).text);
-            live -= s1f_ends_to_live(lifetimes);
-        }
+    int64_t live = 0;
+    for (s1f_position at = {0}; s1f_next_unit(t->schedule, &at);) {
+        s1f_lifetimes lifetimes = s1f_unit_lifetimes(&t->lifetimes, at.unit);
+        if (s1f_begins_to_live(lifetimes) && ++live > max_live_units)
+            return s1f_fail(S1F_ERR_SCHEDULE, "a rank holds at most %lld live units: rank %d holds %lld from %s to %s",
+                            (long long)max_live_units, at.rank, (long long)live, name_of(t, oldest_live(t, at)).text,
+                            name_of(t, at.unit).text);
+        live -= s1f_ends_to_live(lifetimes);
     }
     return S1F_OK;
 }
@@ -371,14 +328,8 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
                .shape = s1f_schedule_shape(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
     t.num_cells = t.shape.num_stages * s1f_num_cells(&t.shape);
-    int64_t num_units, total = 0;
-    for (int32_t rank = 0; rank < t.shape.num_ranks; rank++) {
-        units_of(&t, rank, &num_units);
-        total += num_units;
-    }
-    if (total < t.num_cells)
-        return fail_too_few(&t, total);
-    s1f_status status = check_rules(&t, max_live_units);
+    int64_t total = s1f_schedule_num_units(schedule);
+    s1f_status status = total < t.num_cells ? fail_too_few(&t, total) : check_rules(&t, max_live_units);
     s1f_pool_free(&t.pool);
     if (status == S1F_OK)
         s1f_schedule_note_checked(schedule);

@@ -8,7 +8,6 @@
 #include "check.h"
 #include "walk.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 /* State of lowering. */
@@ -26,6 +25,12 @@ typedef struct {
     int32_t *slot_of;        /* held now */
     int32_t *live_units;     /* [stage] */
     s1f_lifetime_table lifetimes;
+    s1f_walk walk; /* of all ranks, in time or with credits */
+    /* State of a run in time: */
+    const s1f_places *given;
+    double *now;   /* [rank] */
+    double *sent;  /* [edge][number]: when the unit that makes the message ends */
+    double *freed; /* [edge][i]: when the i-th place becomes free, in a walk that posts none beforehand */
 } lowering;
 
 /* Number of the unit's message on an edge. */
@@ -43,15 +48,12 @@ static const s1f_kind_edges *edges_of(const lowering *l, s1f_unit unit)
 
 static void number_messages(const lowering *l)
 {
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++) {
-        const s1f_rank_program *own = &l->program->ranks[rank];
-        for (int64_t i = 0; i < own->num_units; i++) {
-            s1f_edge_list out = edges_of(l, own->units[i])->out;
-            for (int32_t j = 0; j < out.count; j++) {
-                int64_t number = l->counted[out.edges[j]]++;
-                *number_of(l, out.edges[j], own->units[i]) = number;
-                l->program->edges->edges[out.edges[j]].sender[number] = i;
-            }
+    for (s1f_position at = {0}; s1f_next_unit(l->program->schedule, &at);) {
+        s1f_edge_list out = edges_of(l, at.unit)->out;
+        for (int32_t j = 0; j < out.count; j++) {
+            int64_t number = l->counted[out.edges[j]]++;
+            *number_of(l, out.edges[j], at.unit) = number;
+            l->program->edges->edges[out.edges[j]].sender[number] = at.number - 1;
         }
     }
 }
@@ -64,21 +66,18 @@ static void count_needed_places(const lowering *l)
     int64_t *freed = l->counted, *used = l->used;
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         edges[e].is_in_order = 1;
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++) {
-        const s1f_rank_program *own = &l->program->ranks[rank];
-        for (int64_t i = 0; i < own->num_units; i++) {
-            const s1f_kind_edges *uses = edges_of(l, own->units[i]);
-            for (int32_t j = 0; j < uses->in.count; j++) {
-                int32_t e = uses->in.edges[j];
-                int64_t number = *number_of(l, e, own->units[i]);
-                edges[e].receiver[number] = i;
-                edges[e].is_in_order &= number == used[e]++;
-                if (number + 1 - freed[e] > l->needed[e])
-                    l->needed[e] = number + 1 - freed[e];
-            }
-            for (int32_t j = 0; j < uses->freed.count; j++)
-                freed[uses->freed.edges[j]]++;
+    for (s1f_position at = {0}; s1f_next_unit(l->program->schedule, &at);) {
+        const s1f_kind_edges *uses = edges_of(l, at.unit);
+        for (int32_t j = 0; j < uses->in.count; j++) {
+            int32_t e = uses->in.edges[j];
+            int64_t number = *number_of(l, e, at.unit);
+            edges[e].receiver[number] = at.number - 1;
+            edges[e].is_in_order &= number == used[e]++;
+            if (number + 1 - freed[e] > l->needed[e])
+                l->needed[e] = number + 1 - freed[e];
         }
+        for (int32_t j = 0; j < uses->freed.count; j++)
+            freed[uses->freed.edges[j]]++;
     }
 }
 
@@ -89,16 +88,13 @@ static void place_messages(const lowering *l)
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         for (int32_t place = 0; place < edges[e].num_places; place++)
             edges[e].place[l->counted[e]++] = place;
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++) {
-        const s1f_rank_program *own = &l->program->ranks[rank];
-        for (int64_t i = 0; i < own->num_units; i++) {
-            s1f_edge_list freed = edges_of(l, own->units[i])->freed;
-            for (int32_t j = 0; j < freed.count; j++) {
-                s1f_edge *edge = &edges[freed.edges[j]];
-                int64_t *placed = &l->counted[freed.edges[j]];
-                if (*placed < edge->num_messages)
-                    edge->place[(*placed)++] = edge->place[*number_of(l, freed.edges[j], own->units[i])];
-            }
+    for (s1f_position at = {0}; s1f_next_unit(l->program->schedule, &at);) {
+        s1f_edge_list freed = edges_of(l, at.unit)->freed;
+        for (int32_t j = 0; j < freed.count; j++) {
+            s1f_edge *edge = &edges[freed.edges[j]];
+            int64_t *placed = &l->counted[freed.edges[j]];
+            if (*placed < edge->num_messages)
+                edge->place[(*placed)++] = edge->place[*number_of(l, freed.edges[j], at.unit)];
         }
     }
 }
@@ -117,20 +113,10 @@ static void give_needed_and(const lowering *l, int32_t prefetch)
 
 /* -- runs of all ranks --------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    const lowering *l;
-    s1f_walk walk;
-    /* State of a run in time: */
-    const s1f_places *given;
-    double *now;   /* [rank] */
-    double *sent;  /* [edge][number]: when the unit that makes the message ends */
-    double *freed; /* [edge][i]: when the i-th place becomes free, in a walk that posts none beforehand */
-} lower_walk;
-
 static int message_has_come(void *context, const s1f_stand *at, int32_t edge)
 {
-    const lower_walk *w = context;
-    return w->walk.links[edge].num_sent > w->walk.edges->edges[edge].number[at->cell];
+    const lowering *l = context;
+    return l->walk.links[edge].num_sent > l->walk.edges->edges[edge].number[at->cell];
 }
 
 /* -- credits ------------------------------------------------------------------------------------------------------- */
@@ -139,20 +125,20 @@ static const s1f_walk_rules credit_rules = {.has_come = message_has_come, .with_
 
 /* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit and may get more.
  * The order passed its check, and nothing gets stuck with the most places, so there is one. Returns 0 if not. */
-static int add_place(lower_walk *w, int32_t rank)
+static int add_place(lowering *l, int32_t rank)
 {
-    int32_t num_ranks = w->walk.shape.num_ranks;
+    int32_t num_ranks = l->walk.shape.num_ranks;
     for (int32_t step = 0; step < num_ranks; step++) /* a walk from rank to awaited rank ends in the cycle */
-        rank = s1f_walk_peer(&w->walk, rank);
-    for (int32_t step = 0; step < num_ranks; step++, rank = s1f_walk_peer(&w->walk, rank))
-        if (w->walk.ranks[rank].has_run) {
-            int32_t edge = w->walk.ranks[rank].waits_for;
-            if (w->l->program->edges->edges[edge].num_places == w->l->most[edge])
-                continue;
-            w->l->program->edges->edges[edge].num_places++;
-            s1f_walk_post(&w->walk, w->walk.edges->edges[edge].destination_rank, edge, credit_rules, w);
-            return 1;
-        }
+        rank = s1f_walk_peer(&l->walk, rank);
+    for (int32_t step = 0; step < num_ranks; step++, rank = s1f_walk_peer(&l->walk, rank)) {
+        int32_t e = l->walk.ranks[rank].waits_for;
+        s1f_edge *edge = &l->program->edges->edges[e];
+        if (!l->walk.ranks[rank].has_run || edge->num_places == l->most[e])
+            continue;
+        edge->num_places++;
+        s1f_walk_post(&l->walk, edge->destination_rank, e, credit_rules, l);
+        return 1;
+    }
     return 0;
 }
 
@@ -162,19 +148,16 @@ static s1f_status run_with_credits(lowering *l)
 {
     int32_t num_ranks = l->program->shape.num_ranks, num_ended = 0;
     const s1f_edges *edges = l->program->edges;
-    lower_walk w = {.l = l};
-    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &l->pool, &w.walk));
+    S1F_TRY(s1f_walk_create(l->program->schedule, &l->program->shape, edges, &l->pool, &l->walk));
     for (int32_t e = 0; e < edges->num_edges; e++)
-        w.walk.links[e].num_posted = edges->edges[e].num_places;
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
+        l->walk.links[e].num_posted = edges->edges[e].num_places;
     while (num_ended < num_ranks) {
-        while (w.walk.num_ready > 0)
-            num_ended += s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], credit_rules, &w);
+        while (l->walk.num_ready > 0)
+            num_ended += s1f_walk_go(&l->walk, l->walk.ready[--l->walk.num_ready], credit_rules, l);
         int32_t stuck = 0; /* everyone waits: a cycle through credits */
-        while (stuck < num_ranks && s1f_walk_has_ended(&w.walk, stuck))
+        while (stuck < num_ranks && s1f_walk_has_ended(&l->walk, stuck))
             stuck++;
-        if (stuck < num_ranks && !add_place(&w, stuck))
+        if (stuck < num_ranks && !add_place(l, stuck))
             return s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
     }
     return S1F_OK;
@@ -188,63 +171,50 @@ static const double unit_seconds[S1F_MAX_PASSES] = {
     [S1F_PASS_BACKWARD_WEIGHT] = 1, [S1F_PASS_RECOMPUTE] = 1,
 };
 
-static double latency_of(const lower_walk *w, int32_t edge)
-{
-    const double *latency = w->given->latency;
-    return latency == NULL ? 0 : latency[s1f_edge_boundary(&w->l->program->edges->edges[edge])];
-}
-
 static void run_in_time(void *context, const s1f_stand *at)
 {
-    lower_walk *w = context;
-    const s1f_shape *shape = &w->l->program->shape;
-    const double *seconds = w->given->seconds;
-    double now = w->now[at->rank];
+    lowering *l = context;
+    const s1f_shape *shape = &l->program->shape;
+    const double *seconds = l->given->seconds, *latency = l->given->latency;
+    double now = l->now[at->rank];
     for (int32_t i = 0; i < at->uses->in.count; i++) {
-        int32_t edge = at->uses->in.edges[i];
-        int64_t number = w->walk.edges->edges[edge].number[at->cell];
-        double comes = w->sent[edge * w->l->num_cells + number] + latency_of(w, edge);
+        int32_t e = at->uses->in.edges[i];
+        const s1f_edge *edge = &l->program->edges->edges[e];
+        double comes = l->sent[e * l->num_cells + edge->number[at->cell]];
+        comes += latency == NULL ? 0 : latency[s1f_edge_boundary(edge)];
         now = comes > now ? comes : now;
     }
     if (seconds != NULL)
         seconds += at->unit->pass * s1f_table_count(shape, S1F_PER_CELL) + s1f_column_of_all(shape, *at->unit);
-    w->now[at->rank] = now + (seconds != NULL ? *seconds : unit_seconds[at->unit->pass]);
+    l->now[at->rank] = now + (seconds != NULL ? *seconds : unit_seconds[at->unit->pass]);
 }
 
 static void send_in_time(void *context, const s1f_stand *at, int32_t edge)
 {
-    lower_walk *w = context;
-    w->sent[edge * w->l->num_cells + w->walk.links[edge].num_sent] = w->now[at->rank];
+    lowering *l = context;
+    l->sent[edge * l->num_cells + l->walk.links[edge].num_sent] = l->now[at->rank];
 }
 
 static void free_in_time(void *context, int32_t rank, int32_t edge)
 {
-    lower_walk *w = context;
-    w->freed[edge * w->l->num_cells + w->walk.links[edge].num_posted - 1] = w->now[rank];
+    lowering *l = context;
+    l->freed[edge * l->num_cells + l->walk.links[edge].num_posted - 1] = l->now[rank];
 }
 
 static const s1f_walk_rules time_rules = {
     .has_come = message_has_come, .run = run_in_time, .send = send_in_time, .post = free_in_time};
 
 /* The most messages of an edge that have been sent and lie in a place: both rows of times ascend. */
-static int64_t most_at_once(const lower_walk *w, int32_t edge)
+static int64_t most_at_once(const lowering *l, int32_t edge)
 {
-    const double *sent = w->sent + edge * w->l->num_cells, *freed = w->freed + edge * w->l->num_cells;
+    const double *sent = l->sent + edge * l->num_cells, *freed = l->freed + edge * l->num_cells;
     int64_t most = 0, num_freed = 0;
-    for (int64_t n = 0; n < w->walk.links[edge].num_sent; n++) {
-        while (num_freed < w->walk.links[edge].num_posted && freed[num_freed] <= sent[n])
+    for (int64_t n = 0; n < l->walk.links[edge].num_sent; n++) {
+        while (num_freed < l->walk.links[edge].num_posted && freed[num_freed] <= sent[n])
             num_freed++;
         most = n + 1 - num_freed > most ? n + 1 - num_freed : most;
     }
     return most;
-}
-
-static s1f_status check_seconds(const s1f_shape *shape, const s1f_places *places)
-{
-    S1F_TRY(s1f_require_seconds("the seconds by which places are counted hold", places->seconds,
-                                s1f_num_passes * s1f_table_count(shape, S1F_PER_CELL)));
-    return s1f_require_seconds("the latency by which places are counted is", places->latency,
-                               s1f_table_count(shape, S1F_PER_PAIR));
 }
 
 /* Runs all ranks against each other with places for all messages, and gives each edge those that were in use. With them
@@ -252,22 +222,23 @@ static s1f_status check_seconds(const s1f_shape *shape, const s1f_places *places
  * message is sent, though it may wait for that very message. */
 static s1f_status give_by_time(lowering *l, const s1f_places *places)
 {
-    int32_t num_ranks = l->program->shape.num_ranks;
+    const s1f_shape *shape = &l->program->shape;
     const s1f_edges *edges = l->program->edges;
     size_t num_messages = (size_t)edges->num_edges * (size_t)l->num_cells;
-    lower_walk w = {.l = l, .given = places};
-    S1F_TRY(check_seconds(&l->program->shape, places));
-    w.now = s1f_pool_take(&l->pool, (size_t)num_ranks, sizeof *w.now);
-    w.sent = s1f_pool_take(&l->pool, num_messages, sizeof *w.sent);
-    w.freed = s1f_pool_take(&l->pool, num_messages, sizeof *w.freed);
+    S1F_TRY(s1f_require_seconds("the seconds by which places are counted hold", places->seconds,
+                                s1f_num_passes * s1f_table_count(shape, S1F_PER_CELL)));
+    S1F_TRY(s1f_require_seconds("the latency by which places are counted is", places->latency,
+                                s1f_table_count(shape, S1F_PER_PAIR)));
+    l->given = places;
+    l->now = s1f_pool_take(&l->pool, (size_t)shape->num_ranks, sizeof *l->now);
+    l->sent = s1f_pool_take(&l->pool, num_messages, sizeof *l->sent);
+    l->freed = s1f_pool_take(&l->pool, num_messages, sizeof *l->freed);
     S1F_TRY(s1f_pool_status(&l->pool, "a run of all ranks in time"));
-    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &l->pool, &w.walk));
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
-    while (w.walk.num_ready > 0)
-        s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], time_rules, &w);
+    S1F_TRY(s1f_walk_create(l->program->schedule, shape, edges, &l->pool, &l->walk));
+    while (l->walk.num_ready > 0)
+        s1f_walk_go(&l->walk, l->walk.ready[--l->walk.num_ready], time_rules, l);
     for (int32_t e = 0; e < edges->num_edges; e++)
-        give_at_least(&l->program->edges->edges[e], most_at_once(&w, e));
+        give_at_least(&l->program->edges->edges[e], most_at_once(l, e));
     return S1F_OK;
 }
 
@@ -280,22 +251,21 @@ static s1f_status give_places(lowering *l, const s1f_places *places)
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         l->most[e] = INT32_MAX;
     give_needed_and(l, 1);
-    s1f_status status = places->by_time ? give_by_time(l, places) : S1F_OK;
-    if (status == S1F_OK)
-        status = run_with_credits(l);
-    if (status != S1F_OK || places->by_time)
-        return status;
+    if (places->by_time)
+        S1F_TRY(give_by_time(l, places));
+    S1F_TRY(run_with_credits(l));
+    if (places->by_time)
+        return S1F_OK;
     if (places->prefetch == 0) {
         for (int32_t e = 0; e < l->program->edges->num_edges; e++) {
             l->most[e] = edges[e].num_places;
             edges[e].num_places = 0;
         }
         give_needed_and(l, 0);
-        status = run_with_credits(l);
+        S1F_TRY(run_with_credits(l));
     }
-    if (status == S1F_OK)
-        give_needed_and(l, places->prefetch);
-    return status;
+    give_needed_and(l, places->prefetch);
+    return S1F_OK;
 }
 
 /* -- instructions -------------------------------------------------------------------------------------------------- */
@@ -382,11 +352,9 @@ static int64_t count_instructions(const lowering *l, int32_t rank)
 static s1f_status write_program(lowering *l, int32_t rank)
 {
     l->own = &l->program->ranks[rank];
-    int64_t num_instructions = count_instructions(l, rank);
-    l->own->instructions = malloc((size_t)num_instructions * sizeof *l->own->instructions);
-    if (l->own->instructions == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld instructions of rank %d", (long long)num_instructions,
-                        rank);
+    l->own->instructions =
+        s1f_pool_take(&l->program->pool, (size_t)count_instructions(l, rank), sizeof *l->own->instructions);
+    S1F_TRY(s1f_pool_status(&l->program->pool, "the instructions of a rank"));
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         if (l->program->edges->edges[e].destination_rank == rank)
             for (int32_t place = 0; place < l->program->edges->edges[e].num_places; place++)

@@ -39,10 +39,7 @@ static double documents_of_first(const cost_function *cost, int64_t t)
     int64_t low = 0, high = cost->num_stretches; /* the last stretch that begins at or before t is in [low, high) */
     while (high - low > 1) {
         int64_t middle = low + (high - low) / 2;
-        if (cost->stretches[middle].begin <= t)
-            low = middle;
-        else
-            high = middle;
+        *(cost->stretches[middle].begin <= t ? &low : &high) = middle;
     }
     double pairs = (double)(2 * pairs_until(&cost->stretches[low], cost->num_rows, t)) / (double)cost->num_rows;
     return cost->given->linear * (double)t + cost->given->quadratic * pairs;
@@ -67,24 +64,20 @@ static double cost_of_first(const cost_function *cost, int64_t t)
     return cost->mix * unmixed_of_first(cost, t) + cost->even_per_token * (double)t;
 }
 
-static double cost_between(const cost_function *cost, int64_t begin, int64_t end)
-{
-    return cost_of_first(cost, end) - cost_of_first(cost, begin);
-}
-
 /* ---- grid: the sequence as num_units units, all of `unit` tokens but one, which may be short ---- */
 
 typedef struct {
+    const cost_function *cost;
     int64_t unit;       /* multiple_of */
     int64_t short_unit; /* tokens of the short unit; 0: none, multiple_of divides the sequence */
     int64_t num_units;  /* the short unit included */
+    int64_t short_at;   /* units before the short one, once it has its place */
 } grid;
 
-static grid make_grid(int64_t seq_len, int64_t multiple_of)
+static grid make_grid(const cost_function *cost, int64_t seq_len, int64_t multiple_of)
 {
-    grid g = {multiple_of, seq_len % multiple_of, seq_len / multiple_of};
-    g.num_units += g.short_unit > 0;
-    return g;
+    int64_t short_unit = seq_len % multiple_of;
+    return (grid){cost, multiple_of, short_unit, seq_len / multiple_of + (short_unit > 0), 0};
 }
 
 /* First token after u units, the short one among them or not yet. */
@@ -94,16 +87,14 @@ static int64_t tokens_of(const grid *g, int64_t u, int short_is_past)
 }
 
 /* Most units in [least, most] that end a segment beginning at token `begin` within `bound`; least - 1 if none does. */
-static int64_t furthest(const cost_function *cost, const grid *g, int64_t begin, int64_t least, int64_t most,
-                        int short_is_past, double bound)
+static int64_t furthest(const grid *g, int64_t begin, int64_t least, int64_t most, int short_is_past, double bound)
 {
     int64_t good = least - 1, bad = most + 1;
+    double begin_cost = cost_of_first(g->cost, begin);
     while (bad - good > 1) {
         int64_t middle = good + (bad - good) / 2;
-        if (cost_between(cost, begin, tokens_of(g, middle, short_is_past)) <= bound)
-            good = middle;
-        else
-            bad = middle;
+        int fits = cost_of_first(g->cost, tokens_of(g, middle, short_is_past)) - begin_cost <= bound;
+        *(fits ? &good : &bad) = middle;
     }
     return good;
 }
@@ -113,75 +104,66 @@ static int64_t furthest(const cost_function *cost, const grid *g, int64_t begin,
  * Greedy: every segment reaches as far as it may, kept apart for prefixes without the short unit and with it. Reaching
  * further never hurts, because the cost of a segment falls as its begin moves right; and a partition with empty
  * segments becomes one without by splitting others, which lowers their cost. So the answer is exact.
- * *short_at: units before the short one, in the partition found. */
-static int covers(const cost_function *cost, const grid *g, int64_t num_segments, double bound, int64_t *short_at)
+ * The short unit gets its place in the partition found. */
+static int covers(grid *g, int64_t num_segments, double bound)
 {
     int64_t full = 0; /* units reached, all full */
     int64_t past = 0; /* units reached, the short one among them; 0: not reachable */
+    int64_t short_at = 0;
     for (int64_t i = 0; i < num_segments; i++) {
         int64_t next_past = 0;
         if (past > 0)
-            next_past = furthest(cost, g, tokens_of(g, past, 1), past + 1, g->num_units, 1, bound);
+            next_past = furthest(g, tokens_of(g, past, 1), past + 1, g->num_units, 1, bound);
         if (g->short_unit > 0) {
-            int64_t here = furthest(cost, g, tokens_of(g, full, 0), full + 1, g->num_units, 1, bound);
+            int64_t here = furthest(g, tokens_of(g, full, 0), full + 1, g->num_units, 1, bound);
             if (here > full && here >= next_past) { /* of two equal places the later one */
                 next_past = here;
-                *short_at = full;
+                short_at = full;
             }
         }
         int64_t most_full = g->num_units - (g->short_unit > 0);
-        full = furthest(cost, g, tokens_of(g, full, 0), full + 1, most_full, 0, bound);
+        full = furthest(g, tokens_of(g, full, 0), full + 1, most_full, 0, bound);
         past = next_past;
-        if ((g->short_unit > 0 ? past : full) == g->num_units)
+        if ((g->short_unit > 0 ? past : full) == g->num_units) {
+            g->short_at = short_at;
             return 1;
+        }
     }
     return 0;
 }
 
-/* The least bound that covers(), to the last bit. */
-static double least_bound(const cost_function *cost, const grid *g, int64_t num_segments, int64_t *short_at)
+/* The least bound that covers(), to the last bit, for which the short unit has its place. */
+static double least_bound(grid *g, int64_t num_segments)
 {
-    double total = cost_of_first(cost, cost->seq_len);
+    double total = cost_of_first(g->cost, g->cost->seq_len);
     double low = total / (2.0 * (double)num_segments); /* below the mean cost, rounding included: never enough */
     double high = total;                               /* one segment holds all */
-    covers(cost, g, num_segments, high, short_at);
+    covers(g, num_segments, high);
     for (;;) {
         double middle = low + (high - low) / 2;
         if (middle <= low || middle >= high)
             return high;
-        int64_t at = 0;
-        if (covers(cost, g, num_segments, middle, &at)) {
-            high = middle;
-            *short_at = at;
-        } else {
-            low = middle;
-        }
+        *(covers(g, num_segments, middle) ? &high : &low) = middle;
     }
 }
 
 /* Once the short unit has its place, unit boundaries are fixed. */
-typedef struct {
-    const cost_function *cost;
-    const grid *g;
-    int64_t short_at;
-} placed_grid;
-
-static int64_t boundary_token(const placed_grid *p, int64_t u)
+static int64_t boundary_token(const grid *g, int64_t u)
 {
-    return tokens_of(p->g, u, p->g->short_unit > 0 && u > p->short_at);
+    return tokens_of(g, u, g->short_unit > 0 && u > g->short_at);
 }
 
-static double boundary_cost(const placed_grid *p, int64_t u)
+static double boundary_cost(const grid *g, int64_t u)
 {
-    return cost_of_first(p->cost, boundary_token(p, u));
+    return cost_of_first(g->cost, boundary_token(g, u));
 }
 
 /* Least u in [low, high] whose C is at least `wanted`; high if none. */
-static int64_t first_at_least(const placed_grid *p, int64_t low, int64_t high, double wanted)
+static int64_t first_at_least(const grid *g, int64_t low, int64_t high, double wanted)
 {
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (boundary_cost(p, middle) >= wanted)
+        if (boundary_cost(g, middle) >= wanted)
             high = middle;
         else
             low = middle + 1;
@@ -190,13 +172,13 @@ static int64_t first_at_least(const placed_grid *p, int64_t low, int64_t high, d
 }
 
 /* Least begin in [0, end - 1] of a segment that ends at `end` within `bound`. One unit alone always is. */
-static int64_t earliest_begin(const placed_grid *p, int64_t end, double bound)
+static int64_t earliest_begin(const grid *g, int64_t end, double bound)
 {
-    double end_cost = boundary_cost(p, end);
+    double end_cost = boundary_cost(g, end);
     int64_t low = 0, high = end - 1;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (end_cost - boundary_cost(p, middle) <= bound)
+        if (end_cost - boundary_cost(g, middle) <= bound)
             high = middle;
         else
             low = middle + 1;
@@ -205,30 +187,29 @@ static int64_t earliest_begin(const placed_grid *p, int64_t end, double bound)
 }
 
 /* Picks boundaries within the bound, each as near as it may be to an equal share of what is left. */
-static void place_boundaries(const placed_grid *p, int64_t num_segments, double bound, int64_t *sizes)
+static void place_boundaries(const grid *g, int64_t num_segments, double bound, int64_t *sizes)
 {
-    int64_t num_units = p->g->num_units;
-    double total = boundary_cost(p, num_units);
+    double total = boundary_cost(g, g->num_units);
 
     /* sizes[i], for now: the least end of segment i from which the later segments still fit within the bound. */
-    int64_t end = num_units;
+    int64_t end = g->num_units;
     for (int64_t i = num_segments - 1; i >= 0; i--) {
         sizes[i] = end;
-        end = end > 0 ? earliest_begin(p, end, bound) : 0;
+        end = end > 0 ? earliest_begin(g, end, bound) : 0;
     }
     int64_t begin = 0;
     for (int64_t i = 0; i < num_segments; i++) {
         int64_t later = num_segments - 1 - i; /* segments after this segment, each at least one unit */
-        int64_t low = sizes[i] > begin + 1 ? sizes[i] : begin + 1, high = num_units - later;
-        double begin_cost = boundary_cost(p, begin);
+        int64_t low = sizes[i] > begin + 1 ? sizes[i] : begin + 1, high = g->num_units - later;
+        double begin_cost = boundary_cost(g, begin);
         double wanted = begin_cost + (total - begin_cost) / (double)(later + 1);
-        int64_t chosen = later == 0 ? num_units : first_at_least(p, low, high, wanted);
+        int64_t chosen = later == 0 ? g->num_units : first_at_least(g, low, high, wanted);
         if (chosen > low && later > 0) {
-            double above = boundary_cost(p, chosen), below = boundary_cost(p, chosen - 1);
+            double above = boundary_cost(g, chosen), below = boundary_cost(g, chosen - 1);
             if (wanted - below < above - wanted || above - begin_cost > bound)
                 chosen--;
         }
-        sizes[i] = boundary_token(p, chosen) - boundary_token(p, begin);
+        sizes[i] = boundary_token(g, chosen) - boundary_token(g, begin);
         begin = chosen;
     }
 }
@@ -306,7 +287,7 @@ static s1f_status check_arguments(int64_t seq_len, int64_t num_segments, double 
                         (long long)num_segments, (long long)seq_len);
     if (multiple_of < 1)
         return s1f_fail(S1F_ERR_ARG, "multiple_of is %lld, must be at least 1", (long long)multiple_of);
-    int64_t num_units = make_grid(seq_len, multiple_of).num_units;
+    int64_t num_units = make_grid(NULL, seq_len, multiple_of).num_units;
     if (num_segments > num_units)
         return s1f_fail(S1F_ERR_ARG,
                         "num_segments is %lld, but %lld tokens hold only %lld segments of multiples of %lld tokens",
@@ -367,17 +348,16 @@ s1f_status s1f_partition(int64_t seq_len, int64_t num_segments, const s1f_token_
                          int64_t multiple_of, int64_t *sizes)
 {
     S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
-    grid g = make_grid(seq_len, multiple_of);
     cost_function cost = {.given = costs, .seq_len = seq_len, .mix = mix};
+    grid g = make_grid(&cost, seq_len, multiple_of);
     s1f_pool pool = {0};
     s1f_status status = costs->costs != NULL ? make_piece_cost(&cost, &pool) : make_document_cost(&cost, &pool);
     if (status == S1F_OK && mix == 0) {
         cut_evenly(&g, num_segments, sizes);
     } else if (status == S1F_OK) {
         cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
-        placed_grid placed = {&cost, &g, 0};
-        double bound = least_bound(&cost, &g, num_segments, &placed.short_at);
-        place_boundaries(&placed, num_segments, bound, sizes);
+        double bound = least_bound(&g, num_segments);
+        place_boundaries(&g, num_segments, bound, sizes);
     }
     s1f_pool_free(&pool);
     return status;

@@ -11,16 +11,13 @@ const char *const s1f_opcode_names[S1F_NUM_OPS] = {
 /* Room for what lower.h says of messages. */
 static void take_messages(s1f_program *program)
 {
-    int64_t cells = s1f_num_cells(&program->shape);
-    size_t total = (size_t)program->edges->num_edges * (size_t)cells;
-    int64_t *numbers = s1f_pool_take(&program->pool, 3 * total, sizeof *numbers);
-    int32_t *places = s1f_pool_take(&program->pool, total, sizeof *places);
-    for (int32_t e = 0; !program->pool.is_short && e < program->edges->num_edges; e++) {
+    size_t cells = (size_t)s1f_num_cells(&program->shape);
+    for (int32_t e = 0; e < program->edges->num_edges; e++) {
         s1f_edge *edge = &program->edges->edges[e];
-        edge->number = numbers + 3 * e * cells;
-        edge->sender = edge->number + cells;
-        edge->receiver = edge->sender + cells;
-        edge->place = places + e * cells;
+        edge->number = s1f_pool_take(&program->pool, cells, sizeof *edge->number);
+        edge->sender = s1f_pool_take(&program->pool, cells, sizeof *edge->sender);
+        edge->receiver = s1f_pool_take(&program->pool, cells, sizeof *edge->receiver);
+        edge->place = s1f_pool_take(&program->pool, cells, sizeof *edge->place);
     }
 }
 
@@ -29,6 +26,7 @@ s1f_status s1f_program_create(const s1f_schedule *schedule, s1f_program **out)
     s1f_program *program = calloc(1, sizeof *program);
     if (program == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a program");
+    program->schedule = schedule;
     s1f_shape *shape = &program->shape;
     s1f_status status = s1f_schedule_full_shape(schedule, &program->pool, shape);
     if (status == S1F_OK)
@@ -52,8 +50,6 @@ void s1f_program_free(s1f_program *program)
 {
     if (program == NULL)
         return;
-    for (int32_t rank = 0; program->ranks != NULL && rank < program->shape.num_ranks; rank++)
-        free(program->ranks[rank].instructions);
     s1f_pool_free(&program->pool);
     free(program);
 }

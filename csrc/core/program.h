@@ -47,11 +47,12 @@ typedef struct {
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points
  * to, but for marks, is the schedule's, which must live as long, and stay as it is. */
 typedef struct s1f_program {
-    s1f_shape shape; /* with marks */
+    const s1f_schedule *schedule; /* borrowed */
+    s1f_shape shape;              /* with marks */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
-    s1f_pool pool;           /* of all arrays but instructions */
+    s1f_pool pool;           /* of all arrays */
 } s1f_program;
 
 /* A program without instructions. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */
@@ -71,10 +72,7 @@ static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int3
 
 static inline int64_t s1f_program_num_units(const s1f_program *program) /* of all ranks */
 {
-    int64_t count = 0;
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++)
-        count += program->ranks[rank].num_units;
-    return count;
+    return s1f_schedule_num_units(program->schedule);
 }
 
 typedef struct {   /* W of a unit whose backward is split: numbers in the order of its rank */

@@ -1,8 +1,6 @@
 /* receives.c - one order of all transfers, found by walking the programs of all ranks in time. */
 #include "receives.h"
 
-#include <stdlib.h>
-
 typedef struct { /* one rank's run */
     const s1f_rank_program *program;
     int64_t next; /* first instruction that is not yet copied */
@@ -16,7 +14,7 @@ typedef struct { /* one rank's run */
 
 typedef struct {
     const s1f_program *program;
-    s1f_pool pool; /* of all arrays but instructions */
+    s1f_pool pool; /* of all arrays but instructions, which are the program's */
     runner *ranks;
     int64_t *posted, *sent; /* [edge] */
 } run;
@@ -131,7 +129,7 @@ static void go(run *r, int32_t rank)
     }
 }
 
-static s1f_status create_run(const s1f_program *program, run *r)
+static s1f_status create_run(s1f_program *program, run *r)
 {
     int32_t num_ranks = program->shape.num_ranks, num_edges = program->edges->num_edges;
     *r = (run){.program = program};
@@ -143,12 +141,10 @@ static s1f_status create_run(const s1f_program *program, run *r)
         int64_t num_out = program->ranks[rank].count;
         for (int32_t e = 0; e < num_edges; e++)
             num_out += program->edges->edges[e].destination_rank == rank ? program->edges->edges[e].num_messages : 0;
-        s1f_instruction *out = malloc((size_t)(num_out + 1) * sizeof *out);
+        s1f_instruction *out = s1f_pool_take(&program->pool, (size_t)num_out, sizeof *out);
         r->ranks[rank] = (runner){.program = &program->ranks[rank], .can_go = 1, .waits_for = -1, .out = out};
-        if (out == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for the instructions of rank %d", (int)rank);
     }
-    return S1F_OK;
+    return s1f_pool_status(&program->pool, "the instructions of all ranks");
 }
 
 /* Runs all ranks against each other in time. */
@@ -169,15 +165,9 @@ s1f_status s1f_program_add_receives(s1f_program *program)
     s1f_status status = create_run(program, &r);
     if (status == S1F_OK)
         status = place_receives(&r);
-    for (int32_t rank = 0; r.ranks != NULL && rank < program->shape.num_ranks; rank++) {
-        s1f_rank_program *own = &program->ranks[rank];
-        s1f_instruction *unused = r.ranks[rank].out;
-        if (status == S1F_OK) {
-            unused = own->instructions;
-            own->instructions = r.ranks[rank].out;
-            own->count = r.ranks[rank].num_out;
-        }
-        free(unused);
+    for (int32_t rank = 0; status == S1F_OK && rank < program->shape.num_ranks; rank++) {
+        program->ranks[rank].instructions = r.ranks[rank].out;
+        program->ranks[rank].count = r.ranks[rank].num_out;
     }
     s1f_pool_free(&r.pool);
     return status;

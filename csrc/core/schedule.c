@@ -17,6 +17,7 @@ struct s1f_schedule {
     s1f_pool pool;           /* of what the shape points to but trees, and of orders */
     s1f_trees trees;         /* of the shape */
     order *orders;           /* [num_ranks] */
+    int64_t num_units;       /* of all ranks */
     uint32_t passes;         /* bits of the passes that occur */
     _Atomic(int) is_checked; /* the order has passed its rules as it stands */
 };
@@ -57,10 +58,9 @@ s1f_status s1f_schedule_create(const s1f_shape *shape, const int32_t *parents, s
     s1f_schedule *schedule = calloc(1, sizeof *schedule);
     if (schedule == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a schedule of %d ranks", shape->num_ranks);
-    size_t S = (size_t)shape->num_stages;
+    size_t S = (size_t)shape->num_stages, num_bounds = (size_t)shape->num_microbatches + 1;
     int32_t *rank_of_stage = s1f_pool_take(&schedule->pool, S, sizeof *rank_of_stage);
-    size_t num_first = shape->first_cell == NULL ? 0 : (size_t)shape->num_microbatches + 1;
-    int64_t *first_cell = s1f_pool_take(&schedule->pool, num_first, sizeof *first_cell);
+    int64_t *first_cell = s1f_pool_take(&schedule->pool, num_bounds, sizeof *first_cell);
     schedule->orders = s1f_pool_take(&schedule->pool, (size_t)shape->num_ranks, sizeof *schedule->orders);
     schedule->shape = (s1f_shape){.num_ranks = shape->num_ranks,
                                   .num_stages = shape->num_stages,
@@ -71,8 +71,8 @@ s1f_status s1f_schedule_create(const s1f_shape *shape, const int32_t *parents, s
     s1f_status status = s1f_pool_status(&schedule->pool, "a schedule");
     if (status == S1F_OK) {
         memcpy(rank_of_stage, shape->rank_of_stage, S * sizeof *rank_of_stage);
-        if (num_first > 0)
-            memcpy(first_cell, shape->first_cell, num_first * sizeof *first_cell);
+        if (shape->first_cell != NULL)
+            memcpy(first_cell, shape->first_cell, num_bounds * sizeof *first_cell);
         status = parents == NULL ? S1F_OK : set_parents(schedule, parents);
     }
     return s1f_schedule_finish(schedule, status, out);
@@ -115,6 +115,7 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
         own->capacity = capacity;
     }
     own->units[own->count++] = unit;
+    schedule->num_units++;
     schedule->passes |= 1u << unit.pass;
     atomic_store_explicit(&schedule->is_checked, 0, memory_order_relaxed);
     return S1F_OK;
@@ -124,6 +125,21 @@ const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, i
 {
     *num_units = schedule->orders[rank].count;
     return schedule->orders[rank].units;
+}
+
+int64_t s1f_schedule_num_units(const s1f_schedule *schedule)
+{
+    return schedule->num_units;
+}
+
+int s1f_next_unit(const s1f_schedule *schedule, s1f_position *at)
+{
+    for (; at->rank < schedule->shape.num_ranks; at->rank++, at->number = 0)
+        if (at->number < schedule->orders[at->rank].count) {
+            at->unit = schedule->orders[at->rank].units[at->number++];
+            return 1;
+        }
+    return 0;
 }
 
 uint32_t s1f_schedule_passes(const s1f_schedule *schedule)
@@ -172,14 +188,11 @@ s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_pool *pool,
         uint16_t *marks = s1f_pool_take(pool, num_cells, sizeof *marks);
         unsigned char *is_open = s1f_pool_take(pool, shape.trees == NULL ? 0 : num_cells, 1);
         S1F_TRY(s1f_pool_status(pool, "what becomes of the units of an order"));
-        for (int32_t rank = 0; rank < shape.num_ranks; rank++) {
-            const order *own = &schedule->orders[rank];
-            for (const s1f_unit *unit = own->units; unit != own->units + own->count; unit++)
-                marks[s1f_cell_of_all(&shape, *unit)] |=
-                    (uint16_t)(s1f_pass_products(unit->pass) & s1f_optional_products());
-            if (shape.trees != NULL)
-                s1f_trees_mark(&shape, own->units, own->count, is_open, marks);
-        }
+        for (s1f_position at = {0}; s1f_next_unit(schedule, &at);)
+            marks[s1f_cell_of_all(&shape, at.unit)] |=
+                (uint16_t)(s1f_pass_products(at.unit.pass) & s1f_optional_products());
+        for (int32_t rank = 0; shape.trees != NULL && rank < shape.num_ranks; rank++)
+            s1f_trees_mark(&shape, schedule->orders[rank].units, schedule->orders[rank].count, is_open, marks);
         shape.marks = marks;
     }
     *out = shape;
@@ -208,9 +221,8 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
 {
     s1f_schedule *forward = NULL;
     s1f_status status = s1f_schedule_create_like(schedule, &forward);
-    for (int32_t rank = 0; rank < schedule->shape.num_ranks && status == S1F_OK; rank++)
-        for (int64_t i = 0; i < schedule->orders[rank].count && status == S1F_OK; i++)
-            if (s1f_pass_is_forward(schedule->orders[rank].units[i].pass))
-                status = s1f_schedule_append(forward, schedule->orders[rank].units[i]);
+    for (s1f_position at = {0}; status == S1F_OK && s1f_next_unit(schedule, &at);)
+        if (s1f_pass_is_forward(at.unit.pass))
+            status = s1f_schedule_append(forward, at.unit);
     return s1f_schedule_finish(forward, status, out);
 }

@@ -40,6 +40,16 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
 
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
+int64_t s1f_schedule_num_units(const s1f_schedule *schedule); /* of all ranks */
+
+/* Walks over the units of all ranks, rank after rank: for (s1f_position at = {0}; s1f_next_unit(schedule, &at);) ... */
+typedef struct {
+    int32_t rank;
+    int64_t number; /* of the unit in the order of its rank, from 1 */
+    s1f_unit unit;
+} s1f_position;
+int s1f_next_unit(const s1f_schedule *schedule, s1f_position *at); /* 0: no more */
+
 /* Bits (1 << s1f_pass) of the passes that occur. */
 uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */

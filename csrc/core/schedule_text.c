@@ -35,11 +35,7 @@ s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     int32_t num_ranks = shape.num_ranks;
-    int64_t num_units, total = 0;
-    for (int32_t rank = 0; rank < num_ranks; rank++) {
-        s1f_schedule_units(schedule, rank, &num_units);
-        total += num_units;
-    }
+    int64_t num_units, total = s1f_schedule_num_units(schedule);
     size_t capacity = (size_t)total * UNIT_TEXT_BYTES + (size_t)num_ranks + 1, used = 0;
     capacity += shape.trees != NULL ? ((size_t)s1f_num_cells(&shape) + 2) * PARENT_BYTES : 0;
     char *lines = malloc(capacity);
@@ -108,13 +104,13 @@ static s1f_status fail_at(const char *text, const char *at, const char *why)
                     bytes < MOST_QUOTED ? bytes : MOST_QUOTED, at, why);
 }
 
-/* A decimal number of at most INT32_MAX at *at; moves *at past it. */
+/* A decimal number below INT32_MAX, so that one more is a number, too, at *at; moves *at past it. */
 static int read_number(const char **at, int32_t *value)
 {
     const char *begin = *at;
     int64_t sum = 0;
     for (; **at >= '0' && **at <= '9'; ++*at)
-        if ((sum = 10 * sum + (**at - '0')) > INT32_MAX)
+        if ((sum = 10 * sum + (**at - '0')) >= INT32_MAX)
             return 0;
     *value = (int32_t)sum;
     return *at > begin;
@@ -207,34 +203,27 @@ static int32_t larger(int32_t a, int32_t b)
     return a > b ? a : b;
 }
 
-/* A complete order has a unit for every stage, micro-batch and segment, so indices beyond the number of units are a
- * slip of the pen, not a wish for memory. */
-static s1f_status count(const parsed_text *t, int32_t num_segments, s1f_shape *shape)
+/* Finds the counts, the rank of every stage from the lines that name it, and in segments[m + 1] how many micro-batch m
+ * names. A complete order has a unit for every stage, micro-batch and segment, so indices beyond the number of units
+ * are a slip of the pen, not a wish for memory: the arrays have room for as many, and rank_of_stage holds -1. */
+static s1f_status find_shape(const parsed_text *t, int32_t num_segments, s1f_shape *shape, int32_t *rank_of_stage,
+                             int64_t *segments)
 {
-    *shape = (s1f_shape){.num_ranks = t->units[t->count - 1].rank + 1, .num_segments = num_segments};
+    *shape = (s1f_shape){
+        .num_ranks = t->units[t->count - 1].rank + 1, .num_segments = num_segments, .rank_of_stage = rank_of_stage};
     for (const parsed_unit *own = t->units; own < t->units + t->count; own++) {
+        s1f_unit unit = own->unit;
         if ((*own->at == '[') != (*t->units->at == '['))
             return fail_at(t->text, own->at, "either every unit names its stage or none does");
-        if (own->unit.stage >= t->count || own->unit.microbatch >= t->count ||
-            (num_segments == 0 && own->unit.segment >= t->count))
+        if (unit.stage >= t->count || unit.microbatch >= t->count || (num_segments == 0 && unit.segment >= t->count))
             return fail_at(t->text, own->at, "an index is larger than the number of units in the text");
-        shape->num_stages = larger(shape->num_stages, own->unit.stage + 1);
-        shape->num_microbatches = larger(shape->num_microbatches, own->unit.microbatch + 1);
-        shape->num_segments = larger(shape->num_segments, own->unit.segment + 1);
-    }
-    return S1F_OK;
-}
-
-/* The rank of every stage from the lines that name it. */
-static s1f_status find_placement(const parsed_text *t, const s1f_shape *shape, int32_t *rank_of_stage)
-{
-    for (int32_t stage = 0; stage < shape->num_stages; stage++)
-        rank_of_stage[stage] = -1;
-    for (const parsed_unit *own = t->units; own < t->units + t->count; own++) {
-        int32_t *rank = &rank_of_stage[own->unit.stage];
-        if (*rank >= 0 && *rank != own->rank)
+        if (rank_of_stage[unit.stage] >= 0 && rank_of_stage[unit.stage] != own->rank)
             return fail_at(t->text, own->at, "another line holds this stage already");
-        *rank = own->rank;
+        rank_of_stage[unit.stage] = own->rank;
+        shape->num_stages = larger(shape->num_stages, unit.stage + 1);
+        shape->num_microbatches = larger(shape->num_microbatches, unit.microbatch + 1);
+        shape->num_segments = larger(shape->num_segments, unit.segment + 1);
+        segments[unit.microbatch + 1] = larger((int32_t)segments[unit.microbatch + 1], unit.segment + 1);
     }
     for (int32_t stage = 0; stage < shape->num_stages; stage++)
         if (rank_of_stage[stage] < 0)
@@ -243,15 +232,11 @@ static s1f_status find_placement(const parsed_text *t, const s1f_shape *shape, i
     return S1F_OK;
 }
 
-/* Finds the first cell of each micro-batch, by the segments that it names, and whether micro-batches differ in them. A
+/* Makes the first cell of each micro-batch from its segments; returns whether micro-batches differ in them. A
  * micro-batch that no unit names misses its first segment. */
-static int find_first_cells(const parsed_text *t, const s1f_shape *shape, int64_t *first_cell)
+static int add_up_segments(const s1f_shape *shape, int64_t *first_cell)
 {
     int differ = 0;
-    for (const parsed_unit *own = t->units; own < t->units + t->count; own++) {
-        int64_t *segments = &first_cell[own->unit.microbatch + 1];
-        *segments = *segments > own->unit.segment ? *segments : own->unit.segment + 1;
-    }
     for (int32_t m = 0; m < shape->num_microbatches; m++) {
         first_cell[m + 1] += first_cell[m + 1] == 0;
         differ |= first_cell[m + 1] != shape->num_segments;
@@ -263,14 +248,13 @@ static int find_first_cells(const parsed_text *t, const s1f_shape *shape, int64_
 static s1f_status create(const parsed_text *t, int32_t num_segments, s1f_pool *pool, s1f_schedule **out)
 {
     s1f_shape shape;
-    int32_t *parents = NULL;
-    S1F_TRY(count(t, num_segments, &shape));
-    int32_t *rank_of_stage = s1f_pool_take(pool, (size_t)shape.num_stages, sizeof *rank_of_stage);
-    int64_t *first_cell = s1f_pool_take(pool, (size_t)shape.num_microbatches + 1, sizeof *first_cell);
+    int32_t *parents = NULL, *rank_of_stage = s1f_pool_take(pool, (size_t)t->count, sizeof *rank_of_stage);
+    int64_t *first_cell = s1f_pool_take(pool, (size_t)t->count + 1, sizeof *first_cell);
     S1F_TRY(s1f_pool_status(pool, "the placement of stages"));
-    S1F_TRY(find_placement(t, &shape, rank_of_stage));
-    shape.rank_of_stage = rank_of_stage;
-    int has_rows = num_segments == 0 && (find_first_cells(t, &shape, first_cell) || t->parents != NULL);
+    for (int64_t i = 0; i < t->count; i++)
+        rank_of_stage[i] = -1;
+    S1F_TRY(find_shape(t, num_segments, &shape, rank_of_stage, first_cell));
+    int has_rows = num_segments == 0 && (add_up_segments(&shape, first_cell) || t->parents != NULL);
     shape.first_cell = has_rows ? first_cell : NULL;
     if (has_rows && t->parents != NULL) {
         parents = s1f_pool_take(pool, (size_t)s1f_num_cells(&shape), sizeof *parents);

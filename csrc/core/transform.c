@@ -17,24 +17,12 @@ s1f_status s1f_transform_finish(s1f_transform *transform, s1f_status status, s1f
     return s1f_schedule_finish(transform->out, status, out);
 }
 
-typedef s1f_status write_rank(void *context, int32_t rank, const s1f_unit *units, int64_t num_units);
-
-static s1f_status write_ranks(const s1f_transform *t, write_rank *write, void *context)
-{
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = s1f_schedule_units(t->schedule, rank, &num_units);
-        S1F_TRY(write(context, rank, units, num_units));
-    }
-    return S1F_OK;
-}
-
 /* -- recomputation ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     s1f_transform t;
     const unsigned char *chosen;
-    int64_t *forward_at; /* [cell of all stages]: number of its F on its rank, negative where it stays; of moves */
+    int64_t *forward_at; /* [cell of all stages]: number of its F on its rank, from 1; 0: it stays; of moves */
 } change;
 
 static s1f_status append(const change *c, s1f_unit unit, s1f_pass pass)
@@ -48,25 +36,17 @@ static int is_chosen(const change *c, s1f_unit unit)
     return c->chosen == NULL || c->chosen[s1f_cell_of_all(&c->t.shape, unit)];
 }
 
-static s1f_status write_with_recomputation(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
-{
-    const change *c = context;
-    (void)rank;
-    for (int64_t i = 0; i < num_units; i++) {
-        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && is_chosen(c, units[i]) &&
-            s1f_kind_of_cell(&c->t.shape, units[i]) == S1F_CELL_KEPT)
-            S1F_TRY(append(c, units[i], S1F_PASS_RECOMPUTE));
-        S1F_TRY(s1f_schedule_append(c->t.out, units[i]));
-    }
-    return S1F_OK;
-}
-
 s1f_status s1f_schedule_recompute(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
 {
     change c = {.chosen = chosen};
     s1f_status status = s1f_transform_begin(schedule, &c.t);
-    if (status == S1F_OK)
-        status = write_ranks(&c.t, write_with_recomputation, &c);
+    for (s1f_position at = {0}; status == S1F_OK && s1f_next_unit(schedule, &at);) {
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_INPUT_GRADIENT) && is_chosen(&c, at.unit) &&
+            s1f_kind_of_cell(&c.t.shape, at.unit) == S1F_CELL_KEPT)
+            status = append(&c, at.unit, S1F_PASS_RECOMPUTE);
+        if (status == S1F_OK)
+            status = s1f_schedule_append(c.t.out, at.unit);
+    }
     return s1f_transform_finish(&c.t, status, out);
 }
 
@@ -80,32 +60,32 @@ static int64_t *forward_of(const change *c, s1f_unit unit)
     return &c->forward_at[s1f_cell_of_all(&c->t.shape, unit)];
 }
 
-static void find_moved(const change *c, const s1f_unit *units, int64_t num_units)
+static void find_moved(const change *c)
 {
-    for (int64_t i = 0; i < num_units; i++) {
-        int64_t *forward = forward_of(c, units[i]);
-        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT))
-            *forward = -1 - i;
-        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && is_chosen(c, units[i]) &&
-            i - (-1 - *forward) >= LEAST_DISTANCE && !s1f_cell_has(&c->t.shape, units[i], S1F_PRODUCT_RECOMPUTED))
-            *forward = -1 - *forward;
+    for (s1f_position at = {0}; s1f_next_unit(c->t.schedule, &at);) {
+        int64_t *forward = forward_of(c, at.unit);
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_OUTPUT))
+            *forward = at.number;
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_INPUT_GRADIENT) &&
+            (!is_chosen(c, at.unit) || at.number - *forward < LEAST_DISTANCE ||
+             s1f_cell_has(&c->t.shape, at.unit, S1F_PRODUCT_RECOMPUTED)))
+            *forward = 0;
     }
 }
 
-static s1f_status write_with_moves(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+static s1f_status write_with_moves(const change *c)
 {
-    const change *c = context;
-    (void)rank;
-    find_moved(c, units, num_units);
-    for (int64_t i = 0; i < num_units; i++) {
-        if (i + 1 < num_units && s1f_pass_makes(units[i + 1].pass, S1F_PRODUCT_INPUT_GRADIENT) &&
-            *forward_of(c, units[i + 1]) >= 0)
-            S1F_TRY(append(c, units[i + 1], S1F_PASS_LOAD));
-        S1F_TRY(s1f_schedule_append(c->t.out, units[i]));
-        if (i > 0 && *forward_of(c, units[i - 1]) == i - 1)
-            S1F_TRY(append(c, units[i - 1], S1F_PASS_AWAY));
-        if (*forward_of(c, units[i]) == i)
-            S1F_TRY(append(c, units[i], S1F_PASS_OUT));
+    s1f_position before = {0};
+    for (s1f_position at = {0}; s1f_next_unit(c->t.schedule, &at); before = at) {
+        s1f_position next = at;
+        if (s1f_next_unit(c->t.schedule, &next) && s1f_pass_makes(next.unit.pass, S1F_PRODUCT_INPUT_GRADIENT) &&
+            next.rank == at.rank && *forward_of(c, next.unit) > 0)
+            S1F_TRY(append(c, next.unit, S1F_PASS_LOAD));
+        S1F_TRY(s1f_schedule_append(c->t.out, at.unit));
+        if (at.number > 1 && *forward_of(c, before.unit) == before.number)
+            S1F_TRY(append(c, before.unit, S1F_PASS_AWAY));
+        if (*forward_of(c, at.unit) == at.number)
+            S1F_TRY(append(c, at.unit, S1F_PASS_OUT));
     }
     return S1F_OK;
 }
@@ -121,10 +101,10 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
         c.forward_at = s1f_pool_take(&c.t.pool, (size_t)num_cells, sizeof *c.forward_at);
         status = s1f_pool_status(&c.t.pool, "the moves of units");
     }
-    for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
-        c.forward_at[i] = -1;
+    if (status == S1F_OK && s1f_shape_has_backward(&c.t.shape))
+        find_moved(&c);
     if (status == S1F_OK)
-        status = write_ranks(&c.t, write_with_moves, &c);
+        status = write_with_moves(&c);
     return s1f_transform_finish(&c.t, status, out);
 }
 
@@ -141,18 +121,17 @@ typedef struct {
     s1f_lifetime_table lifetimes;
 } deferral;
 
-static s1f_status count_most_live(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+/* At the end of a rank no unit is live. */
+static int64_t count_most_live(const deferral *d)
 {
-    deferral *d = context;
-    int64_t live = 0;
-    (void)rank;
-    for (int64_t i = 0; i < num_units; i++) {
-        s1f_lifetimes own = s1f_unit_lifetimes(&d->lifetimes, units[i]);
+    int64_t live = 0, most = 0;
+    for (s1f_position at = {0}; s1f_next_unit(d->t.schedule, &at);) {
+        s1f_lifetimes own = s1f_unit_lifetimes(&d->lifetimes, at.unit);
         live += s1f_begins_to_live(own);
-        d->most = live > d->most ? live : d->most;
+        most = live > most ? live : most;
         live -= s1f_ends_to_live(own);
     }
-    return S1F_OK;
+    return most;
 }
 
 static s1f_status append_oldest_weight(deferral *d)
@@ -189,12 +168,13 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank)
     return status == S1F_OK ? s1f_schedule_append(d->t.out, unit) : status;
 }
 
-static s1f_status write_deferred(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+static s1f_status write_deferred(deferral *d)
 {
-    deferral *d = context;
-    d->first = d->end = d->live = 0;
-    for (int64_t i = 0; i < num_units; i++)
-        S1F_TRY(append_or_queue(d, units[i], rank));
+    for (s1f_position at = {0}; s1f_next_unit(d->t.schedule, &at);) {
+        while (at.number == 1 && d->first < d->end) /* of the rank before */
+            S1F_TRY(append_oldest_weight(d));
+        S1F_TRY(append_or_queue(d, at.unit, at.rank));
+    }
     while (d->first < d->end)
         S1F_TRY(append_oldest_weight(d));
     return S1F_OK;
@@ -211,8 +191,8 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
         status = s1f_pool_status(&d.t.pool, "late weight gradients");
     }
     if (status == S1F_OK && max_live_units == 0)
-        status = write_ranks(&d.t, count_most_live, &d);
+        d.most = count_most_live(&d);
     if (status == S1F_OK)
-        status = write_ranks(&d.t, write_deferred, &d);
+        status = write_deferred(&d);
     return s1f_transform_finish(&d.t, status, out);
 }

@@ -1,12 +1,7 @@
 /* trees.c - what follows what in a micro-batch. */
 #include "trees.h"
 
-/* The unit becomes that of its segment's parent. 0: no parent. */
-static int climb(const s1f_shape *shape, s1f_unit *unit)
-{
-    unit->segment = s1f_parent_of(shape, *unit);
-    return unit->segment >= 0;
-}
+#include <string.h>
 
 static s1f_status check_parents(const s1f_shape *shape, const int32_t *parents)
 {
@@ -39,18 +34,15 @@ s1f_status s1f_trees_create(const s1f_shape *shape, const int32_t *parents, s1f_
     int32_t *parent = s1f_pool_take(pool, 3 * (size_t)count, sizeof *parent);
     S1F_TRY(s1f_pool_status(pool, "the trees of an order"));
     int32_t *child = parent + count, *sibling = child + count;
-    for (int64_t cell = count - 1; cell >= 0; cell--) {
-        s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, cell);
-        int64_t above = cell - unit.segment + parents[cell];
-        parent[cell] = parents[cell];
-        if (cell == count - 1 || s1f_first_cell(shape, unit.microbatch + 1) == cell + 1)
-            for (int64_t of_tree = cell - unit.segment; of_tree <= cell; of_tree++)
-                child[of_tree] = -1;
-        sibling[cell] = -1;
-        if (parents[cell] >= 0) { /* numbers descend here, so that children ascend in their list */
-            sibling[cell] = child[above];
-            child[above] = unit.segment;
-        }
+    memcpy(parent, parents, (size_t)count * sizeof *parent);
+    memset(child, -1, 2 * (size_t)count * sizeof *child);
+    for (int64_t cell = count - 1; cell >= 0; cell--) { /* descends, so that children ascend in their list */
+        int32_t segment = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, cell).segment;
+        int64_t above = cell - segment + parents[cell];
+        if (parents[cell] < 0)
+            continue;
+        sibling[cell] = child[above];
+        child[above] = segment;
     }
     *out = (s1f_trees){parent, child, sibling};
     return S1F_OK;
@@ -76,7 +68,7 @@ void s1f_trees_mark(const s1f_shape *shape, const s1f_unit *units, int64_t num_u
             continue;
         int64_t cell = s1f_cell_of_all(shape, unit);
         is_open[cell] = 1;
-        while (climb(shape, &unit) && !is_open[s1f_cell_of_all(shape, unit)]) {
+        while ((unit.segment = s1f_parent_of(shape, unit)) >= 0 && !is_open[s1f_cell_of_all(shape, unit)]) {
             marks[cell] |= S1F_MARK_OPENS_PARENT;
             cell = s1f_cell_of_all(shape, unit);
             is_open[cell] = 1;

@@ -10,6 +10,7 @@
 #define S1F_WALK_H
 
 #include "edges.h"
+#include "schedule.h"
 
 typedef struct {
     const s1f_unit *next, *end; /* the unit that the rank runs next, or whose result it sends; of its list, borrowed */
@@ -51,15 +52,12 @@ typedef struct {
     void (*through)(void *context, const s1f_stand *at);
 } s1f_walk_rules;
 
-/* All ranks are ready, rank 0 the first to go; they have no units yet, and no place is posted. Arrays are the pool's.
- * S1F_ERR_MEMORY. */
-s1f_status s1f_walk_create(const s1f_edges *edges, const s1f_shape *shape, s1f_pool *pool, s1f_walk *walk);
-/* Gives a rank its list of units. */
-static inline void s1f_walk_set_units(s1f_walk *walk, int32_t rank, const s1f_unit *units, int64_t count)
-{
-    walk->ranks[rank].next = units;
-    walk->ranks[rank].end = units + count;
-}
+/* All ranks are ready to go along their orders in a schedule of this shape, rank 0 first; no place is posted. Arrays
+ * are the pool's. S1F_ERR_MEMORY. */
+s1f_status s1f_walk_create(const s1f_schedule *schedule, const s1f_shape *shape, const s1f_edges *edges, s1f_pool *pool,
+                           s1f_walk *walk);
+/* Puts a rank before the first unit of its order. */
+void s1f_walk_begin(s1f_walk *walk, const s1f_schedule *schedule, int32_t rank);
 static inline int s1f_walk_has_ended(const s1f_walk *walk, int32_t rank)
 {
     return walk->ranks[rank].next == walk->ranks[rank].end;

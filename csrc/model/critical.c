@@ -64,33 +64,29 @@ static void find_granters(walk *w)
     for (int32_t e = 0; e < w->program->edges->num_edges; e++)
         for (; w->num_posted[e] < w->edges[e].num_places; w->num_posted[e]++)
             w->granter[message(w, e, w->num_posted[e])] = -1;
-    for (int32_t rank = 0; rank < w->program->shape.num_ranks; rank++)
-        for (int64_t i = 0; i < w->program->ranks[rank].num_units; i++) {
-            s1f_edge_list freed = edges_of(w, (s1f_numbered_unit){rank, i})->freed;
-            for (int32_t j = 0; j < freed.count; j++) {
-                int32_t e = freed.edges[j];
-                if (w->num_posted[e] < w->edges[e].num_messages)
-                    w->granter[message(w, e, w->num_posted[e]++)] = i;
-            }
+    for (s1f_position at = {0}; s1f_next_unit(w->program->schedule, &at);) {
+        s1f_edge_list freed = w->program->edges->kinds[s1f_kind(at.unit)].freed;
+        for (int32_t j = 0; j < freed.count; j++) {
+            int32_t e = freed.edges[j];
+            if (w->num_posted[e] < w->edges[e].num_messages)
+                w->granter[message(w, e, w->num_posted[e]++)] = at.number - 1;
         }
-}
-
-/* Seconds of the edge's link for one byte, or its latency. */
-static double of_edge(const walk *w, const double *values, int32_t edge)
-{
-    return values == NULL ? 0 : values[s1f_edge_boundary(&w->edges[edge])];
+    }
 }
 
 /* The latest end of a unit whose result leaves on this edge, if its rank may be through with that at `through`. */
 static double walk_back_over_send(walk *w, int32_t edge, s1f_numbered_unit unit, double through)
 {
+    const s1f_costs *costs = w->costs;
+    int32_t boundary = s1f_edge_boundary(&w->edges[edge]);
     int64_t number = number_of(w, edge, unit), column = s1f_column(&w->program->shape, *unit_at(w, unit));
-    double scale = s1f_message_scale(w->program, w->costs, edge, number);
-    double latency = scale * of_edge(w, w->costs->latency, edge);
-    double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[column];
-    double passed = fmin(w->latest_arrival[message(w, edge, number)] - latency, w->latest_transfer[edge]);
-    w->latest_transfer[edge] = passed - scale * (bytes * of_edge(w, w->costs->seconds_per_byte, edge));
-    double latest_end = fmin(through, w->latest_transfer[edge]) - w->costs->send;
+    double scale = s1f_message_scale(w->program, costs, edge, number);
+    double latency = costs->latency == NULL ? 0 : costs->latency[boundary];
+    double seconds_per_byte = costs->seconds_per_byte == NULL ? 0 : costs->seconds_per_byte[boundary];
+    double bytes = costs->message_bytes == NULL ? 0 : (double)costs->message_bytes[column];
+    double passed = fmin(w->latest_arrival[message(w, edge, number)] - scale * latency, w->latest_transfer[edge]);
+    w->latest_transfer[edge] = passed - scale * (bytes * seconds_per_byte);
+    double latest_end = fmin(through, w->latest_transfer[edge]) - costs->send;
     w->latest_credit[message(w, edge, number)] = latest_end;
     return latest_end;
 }
@@ -122,11 +118,10 @@ static void walk_back_over(walk *w, int32_t rank)
 
 static void find_slack(walk *w)
 {
-    int64_t total = 0;
+    int64_t total = s1f_program_num_units(w->program);
     for (int32_t rank = 0; rank < w->program->shape.num_ranks; rank++) {
         w->left[rank] = w->program->ranks[rank].num_units;
         w->latest_start[rank] = INFINITY;
-        total += w->left[rank];
     }
     for (int32_t e = 0; e < w->program->edges->num_edges; e++)
         w->latest_transfer[e] = INFINITY;
@@ -167,6 +162,7 @@ static s1f_numbered_unit deciding(const walk *w, s1f_numbered_unit unit)
 /* The unit that this one's start waited for; 0: none. */
 static int before_on_path(const walk *w, s1f_numbered_unit unit, s1f_numbered_unit *before)
 {
+    s1f_numbered_unit awaited = {unit.rank, unit.i - 1};
     if (w->simulation->causes[unit.rank][unit.i] & S1F_CAUSE_MESSAGE) {
         s1f_edge_list in = edges_of(w, unit)->in;
         double latest = -1;
@@ -175,37 +171,33 @@ static int before_on_path(const walk *w, s1f_numbered_unit unit, s1f_numbered_un
             s1f_numbered_unit sender = first_of_busy_link(w, e, number_of(w, e, unit));
             if (w->simulation->end[sender.rank][sender.i] > latest) {
                 latest = w->simulation->end[sender.rank][sender.i];
-                *before = sender;
+                awaited = sender;
             }
         }
-        *before = deciding(w, *before);
-        return 1;
-    }
-    if (unit.i == 0)
+    } else if (unit.i == 0) {
         return 0;
-    *before = deciding(w, (s1f_numbered_unit){unit.rank, unit.i - 1});
+    }
+    *before = deciding(w, awaited);
     return 1;
 }
 
 static s1f_status find_path(walk *w)
 {
     s1f_simulation *simulation = w->simulation;
-    s1f_numbered_unit last = {0, 0}, unit;
+    int64_t at = s1f_program_num_units(w->program);
+    s1f_numbered_unit unit = {0, 0}, *path = s1f_pool_take(&simulation->pool, (size_t)at, sizeof *path);
     double latest = -1;
+    S1F_TRY(s1f_pool_status(&simulation->pool, "the critical path"));
     for (int32_t rank = 0; rank < simulation->num_ranks; rank++)
         if (simulation->end[rank][w->program->ranks[rank].num_units - 1] > latest) {
-            last = (s1f_numbered_unit){rank, w->program->ranks[rank].num_units - 1};
-            latest = simulation->end[rank][last.i];
+            unit = (s1f_numbered_unit){rank, w->program->ranks[rank].num_units - 1};
+            latest = simulation->end[rank][unit.i];
         }
-    int64_t length = 1;
-    for (unit = last; before_on_path(w, unit, &unit);)
-        length++;
-    simulation->path = s1f_pool_take(&simulation->pool, (size_t)length, sizeof *simulation->path);
-    S1F_TRY(s1f_pool_status(&simulation->pool, "the critical path"));
-    simulation->path_length = length;
-    simulation->path[--length] = last;
-    for (unit = last; before_on_path(w, unit, &unit);)
-        simulation->path[--length] = unit;
+    do
+        path[--at] = unit;
+    while (before_on_path(w, unit, &unit));
+    simulation->path = path + at;
+    simulation->path_length = s1f_program_num_units(w->program) - at;
     return S1F_OK;
 }
 

@@ -12,9 +12,9 @@ typedef struct {
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
     int64_t *queue;                    /* cells that could give up, in the order of their backwards */
     int64_t num_queued, held;
-    int64_t *away;       /* [unit of the rank]: bytes in the tier as it runs */
+    int64_t *away;       /* [unit]: bytes in the tier as it runs; of all ranks, the walked rank's first */
     double tier_busy;    /* seconds that the rank's tier has been given */
-    const double *start; /* of the rank's units */
+    const double *start; /* the same */
 } walker;
 
 static int64_t cell_of(const walker *w, s1f_unit unit)
@@ -56,13 +56,6 @@ static void push(walker *w, int64_t cell)
 
 /* -- the choice ---------------------------------------------------------------------------------------------------- */
 
-/* Whether what the unit saved would be away at unit i of its rank: O stands behind F, A one unit later, L one unit
- * before the backward. */
-static int could_be_away(const walker *w, int64_t cell, int64_t i)
-{
-    return i >= w->forward_at[cell] + 2 && i + 1 < w->backward_at[cell];
-}
-
 static double tier_seconds(const walker *w, s1f_unit unit)
 {
     return w->fit->tier_seconds[s1f_column_of_all(&w->program->shape, unit)];
@@ -89,31 +82,30 @@ static int tier_takes(const walker *w, int32_t rank, int64_t cell, int64_t i, in
     return most + bytes <= w->fit->tier_room[rank];
 }
 
-typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
-
-/* Whether the cell, at unit i of its rank, becomes one of this kind. */
-static answer ask(walker *w, int32_t rank, int64_t cell, int64_t i, s1f_cell_kind kind)
+/* The cell, at unit i of its rank, becomes one of this kind, unless it has nothing to give up. 0: not now. */
+static int ask(walker *w, int32_t rank, int64_t cell, int64_t i, s1f_cell_kind kind)
 {
     s1f_unit unit = s1f_forward_of_cell(&w->program->shape, cell);
     int64_t kept = taken_by(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT);
     int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind), moved = 0;
     if (kind == S1F_CELL_MOVED) {
-        if (!could_be_away(w, cell, i) || (w->fit->recomputes && !hides(w, cell)))
-            return NOT_NOW;
+        /* O stands behind F, A one unit later, L one unit before the backward: between these it is away. */
+        if (i < w->forward_at[cell] + 2 || i + 1 >= w->backward_at[cell] || (w->fit->recomputes && !hides(w, cell)))
+            return 0;
         moved = freed_by(w, unit, S1F_PASS_AWAY, kind);
         if (!tier_takes(w, rank, cell, i, moved))
-            return NOT_NOW;
+            return 0;
         left -= moved;
     }
     if (left >= kept)
-        return HAS_NOTHING;
+        return 1;
     if (kind == S1F_CELL_MOVED && w->fit->tier_seconds != NULL)
         w->tier_busy += 2 * tier_seconds(w, unit);
     for (int64_t at = w->forward_at[cell]; moved > 0 && at < w->backward_at[cell]; at++)
         w->away[at] += moved;
     w->held -= kept - left;
     w->kinds[cell] = (unsigned char)kind;
-    return GIVES_UP;
+    return 1;
 }
 
 /* Cells become of this kind until the rank, at its unit i, holds no more than its room. */
@@ -123,7 +115,7 @@ static void make_room_by(walker *w, int32_t rank, int64_t i, s1f_cell_kind kind)
     while (w->held > w->fit->room[rank] && w->num_queued > 0) {
         int64_t cell = w->queue[--w->num_queued];
         int is_live = w->backward_at[cell] > i; /* those before it in the queue go back even earlier */
-        if (is_live && ask(w, rank, cell, i, kind) == NOT_NOW) {
+        if (is_live && !ask(w, rank, cell, i, kind)) {
             num_waiting++;
             *--waiting = cell;
         }
@@ -153,7 +145,6 @@ static void walk(walker *w, int32_t rank)
     int64_t num_units = w->program->ranks[rank].num_units;
     w->num_queued = 0;
     w->tier_busy = 0;
-    memset(w->away, 0, (size_t)num_units * sizeof *w->away);
     for (int64_t i = 0; i < num_units; i++) {
         if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
             take(w, units[i + 1], S1F_PASS_LOAD);
@@ -172,15 +163,13 @@ static void walk(walker *w, int32_t rank)
     }
 }
 
-static void find_passes(const walker *w, int32_t rank)
+static void find_passes(const walker *w)
 {
-    const s1f_rank_program *own = &w->program->ranks[rank];
-    for (int64_t i = 0; i < own->num_units; i++) {
-        int64_t cell = cell_of(w, own->units[i]);
-        if (s1f_pass_makes(own->units[i].pass, S1F_PRODUCT_OUTPUT))
-            w->forward_at[cell] = i;
-        if (s1f_pass_makes(own->units[i].pass, S1F_PRODUCT_INPUT_GRADIENT))
-            w->backward_at[cell] = i;
+    for (s1f_position at = {0}; s1f_next_unit(w->program->schedule, &at);) {
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_OUTPUT))
+            w->forward_at[cell_of(w, at.unit)] = at.number - 1;
+        if (s1f_pass_makes(at.unit.pass, S1F_PRODUCT_INPUT_GRADIENT))
+            w->backward_at[cell_of(w, at.unit)] = at.number - 1;
     }
 }
 
@@ -191,15 +180,12 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
     walker w = {.program = program, .fit = fit, .kinds = kinds, .start = fit->start};
     if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
         return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");
-    int64_t most_units = 0;
-    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
-        most_units = program->ranks[rank].num_units > most_units ? program->ranks[rank].num_units : most_units;
     s1f_pool pool = {0};
     s1f_memory_peak *receive = s1f_pool_take(&pool, (size_t)shape->num_ranks, sizeof *receive);
     w.queue = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.queue);
     w.forward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.forward_at);
     w.backward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.backward_at);
-    w.away = s1f_pool_take(&pool, (size_t)most_units, sizeof *w.away);
+    w.away = s1f_pool_take(&pool, (size_t)s1f_program_num_units(program), sizeof *w.away);
     s1f_status status = s1f_pool_status(&pool, "what units give up");
     if (status == S1F_OK)
         status = s1f_program_memory(program, fit->bytes, receive);
@@ -207,13 +193,14 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         memset(kinds, S1F_CELL_KEPT, (size_t)num_cells);
         w.table = s1f_lifetimes_of(shape);
         w.bytes = s1f_byte_tables_of(shape, fit->bytes);
+        for (int64_t i = 0; i < num_cells; i++)
+            w.forward_at[i] = w.backward_at[i] = -1;
+        find_passes(&w);
     }
-    for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
-        w.forward_at[i] = w.backward_at[i] = -1;
     for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
         w.held = receive[rank].receive;
-        find_passes(&w, rank);
         walk(&w, rank);
+        w.away += program->ranks[rank].num_units;
         w.start += w.start == NULL ? 0 : program->ranks[rank].num_units;
     }
     s1f_pool_free(&pool);

@@ -149,12 +149,6 @@ static double left_of(rank_state *r, int64_t i, double seconds)
 }
 
 /* The tier of a rank moves one unit at a time, in the order of its Os and Ls. */
-static void wait_for_tier(const simulator *s, rank_state *r, s1f_unit unit)
-{
-    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->walk.shape, unit))
-        wait_until(r, 1, s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)], 0);
-}
-
 static void start_tier(const simulator *s, rank_state *r, s1f_unit unit)
 {
     if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_LEAVING) && !s1f_pass_makes(unit.pass, S1F_PRODUCT_COMING))
@@ -178,8 +172,9 @@ static inline void run(simulator *s, const int extras, const s1f_stand *at)
         wait_until(r, extras, *arrived, S1F_CAUSE_MESSAGE);
         *arrived = NOT_COME;
     }
-    if (extras && s->tier_end != NULL)
-        wait_for_tier(s, r, *at->unit);
+    if (extras && s->tier_end != NULL &&
+        (s1f_pass_makes(at->unit->pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->walk.shape, *at->unit)))
+        wait_until(r, 1, s->tier_end[s1f_cell_of_all(&s->walk.shape, *at->unit)], 0);
     double seconds = seconds_of(s, r, extras, i, &r->random);
     if (extras && r->weights != NULL)
         seconds = left_of(r, i, seconds);
@@ -261,7 +256,7 @@ DEFINE_WALK(whole, 1)
 static void begin_step(simulator *s, int32_t rank)
 {
     rank_state *r = &s->ranks[rank];
-    s1f_walk_set_units(&s->walk, rank, r->units, r->num_units);
+    s1f_walk_begin(&s->walk, s->program->schedule, rank);
     r->next_own = r->next_fill = 0;
     r->filled = 0;
     for (int32_t e = r->first_incoming; e >= 0; e = s->links[e].next_incoming) {
@@ -277,6 +272,7 @@ static void run_optimizer(simulator *s, int32_t rank)
     if (s->costs->optimizer != NULL)
         s->ranks[rank].now += s->costs->optimizer[rank];
     begin_step(s, rank);
+    s1f_walk_wake(&s->walk, rank);
 }
 
 /* The rank is through with its order; it goes on with the next step, or all ranks do. */
@@ -296,7 +292,6 @@ static void end_step(simulator *s, int32_t rank)
         return;
     if (!s->costs->optimizer_sync) {
         run_optimizer(s, rank);
-        s1f_walk_wake(&s->walk, rank);
         return;
     }
     if (++s->num_through < s->walk.shape.num_ranks)
@@ -308,7 +303,6 @@ static void end_step(simulator *s, int32_t rank)
     for (int32_t other = 0; other < s->walk.shape.num_ranks; other++) {
         s->ranks[other].now = all_through;
         run_optimizer(s, other);
-        s1f_walk_wake(&s->walk, other);
     }
 }
 
@@ -330,11 +324,6 @@ static s1f_status run_all(simulator *s)
         if (turns % TURNS_PER_CHECK == 0)
             S1F_TRY(s1f_check_interrupted());
     }
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
-            return s1f_fail(S1F_ERR_STATE, "the order of rank %d stops at unit %lld of %lld", rank,
-                            (long long)(s->walk.ranks[rank].next - s->ranks[rank].units),
-                            (long long)s->ranks[rank].num_units);
     if (!isfinite(s->step_end[s->num_steps - 1]))
         return s1f_fail(S1F_ERR_ARG, "the end of the last step is %g: the costs sum to more than a double holds",
                         s->step_end[s->num_steps - 1]);
@@ -425,13 +414,10 @@ static s1f_status fill_seconds(simulator *s)
 {
     const s1f_shape *shape = &s->program->shape;
     int64_t k = s->num_columns;
-    uint32_t occurs = 0; /* bits of passes */
+    uint32_t occurs = s1f_schedule_passes(s->program->schedule);
     const int64_t *given[] = {s->costs->message_bytes, s->costs->statistics_bytes};
     for (int64_t i = 0; i < 2 * k; i++)
         s->message_bytes[i] = given[i / k] == NULL ? 0 : (double)given[i / k][i % k];
-    for (int32_t rank = 0; s->kind_seconds != NULL && rank < shape->num_ranks; rank++)
-        for (int64_t i = 0; i < s->ranks[rank].num_units; i++)
-            occurs |= 1u << s->ranks[rank].units[i].pass;
     for (int64_t i = 0; s->kind_seconds != NULL && i < shape->num_stages * k; i++)
         for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
             const double *of_pass = s->costs->pass_seconds[pass];
@@ -512,7 +498,7 @@ static s1f_status simulate(simulator *s, int with_causes)
     if (s->costs->tier_seconds != NULL && with_causes)
         return s1f_fail(S1F_ERR_ARG, "slack is not known where the tier takes time");
     S1F_TRY(create_simulation(s->program, with_causes, &s->simulation));
-    S1F_TRY(s1f_walk_create(s->program->edges, &s->program->shape, &s->pool, &s->walk));
+    S1F_TRY(s1f_walk_create(s->program->schedule, &s->program->shape, s->program->edges, &s->pool, &s->walk));
     S1F_TRY(create_arrays(s));
     S1F_TRY(fill_seconds(s));
     return run_all(s);

@@ -9,9 +9,11 @@
  * q = option group, 2 unless given. q divides M. */
 #include "families.h"
 
+/* 1f1b takes no option group. */
 static int32_t group_of(const s1f_request *request)
 {
-    return request->options.group != 0 ? request->options.group : 2;
+    int32_t unless_given = request->family == &s1f_family_kfkb ? 2 : 1;
+    return request->options.group != 0 ? request->options.group : unless_given;
 }
 
 static const char *broken_rule_kfkb(const s1f_request *request)
@@ -19,20 +21,10 @@ static const char *broken_rule_kfkb(const s1f_request *request)
     return request->num_microbatches % group_of(request) == 0 ? NULL : "group divides M";
 }
 
-static s1f_status in_groups(const s1f_request *request, s1f_schedule *schedule, int32_t rank, int32_t size)
+static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
     int64_t warmup = request->num_ranks - rank - 1 + s1f_extra_warmup(request, rank);
-    return s1f_schedule_alternate_groups(schedule, rank, warmup, size);
-}
-
-static s1f_status order_1f1b(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
-{
-    return in_groups(request, schedule, rank, 1);
-}
-
-static s1f_status order_kfkb(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
-{
-    return in_groups(request, schedule, rank, group_of(request));
+    return s1f_schedule_alternate_groups(schedule, rank, warmup, group_of(request));
 }
 
 const s1f_family s1f_family_1f1b = {
@@ -40,7 +32,7 @@ const s1f_family s1f_family_1f1b = {
               "v = 1"},
     .stages_per_rank = 1,
     .options = S1F_OPTION_EXTRA_WARMUP,
-    .order_of_rank = order_1f1b,
+    .order_of_rank = order_of_rank,
 };
 
 const s1f_family s1f_family_kfkb = {
@@ -49,5 +41,5 @@ const s1f_family s1f_family_kfkb = {
     .stages_per_rank = 1,
     .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP,
     .broken_rule = broken_rule_kfkb,
-    .order_of_rank = order_kfkb,
+    .order_of_rank = order_of_rank,
 };

@@ -22,18 +22,13 @@ static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_s
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
         if (s1f_schedule_shape(schedule).rank_of_stage[stage] != p->shape.rank_of_stage[stage])
             return;
-    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++) {
-            s1f_unit unit = units[i];
-            if (unit.pass == S1F_PASS_BACKWARD) {
-                unit.pass = S1F_PASS_BACKWARD_INPUT;
-                *next++ = s1f_problem_number_of(p, unit);
-                unit.pass = S1F_PASS_BACKWARD_WEIGHT;
-            }
-            *next++ = s1f_problem_number_of(p, unit);
+    for (s1f_position at = {0}; s1f_next_unit(schedule, &at);) {
+        if (at.unit.pass == S1F_PASS_BACKWARD) {
+            at.unit.pass = S1F_PASS_BACKWARD_INPUT;
+            *next++ = s1f_problem_number_of(p, at.unit);
+            at.unit.pass = S1F_PASS_BACKWARD_WEIGHT;
         }
+        *next++ = s1f_problem_number_of(p, at.unit);
     }
     s1f_search_offer(search);
 }
@@ -60,11 +55,10 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
     const s1f_options *given = &request->options;
     int64_t all = request->stages_per_rank * request->num_cells;
     const s1f_named_family *named;
-    s1f_status status = S1F_OK;
-    for (int32_t i = 0; (named = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
+    for (int32_t i = 0; (named = s1f_schedule_family(i)) != NULL; i++) {
         int32_t of_family = named->family->placement == 0 ? S1F_PLACEMENT_LOOP : named->family->placement;
         int is_left_out = named->family == &s1f_family_auto || (request->stages_per_rank > 1 && of_family != placement);
-        for (uint32_t set = 0; set < 8 && !is_left_out && status == S1F_OK; set++) {
+        for (uint32_t set = 0; set < 8 && !is_left_out; set++) {
             s1f_options options = {.segments_of = given->segments_of, .parents = given->parents};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
@@ -76,11 +70,11 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
             if (asked & S1F_OPTION_CAP)
                 options.cap = given->cap != 0 ? given->cap : all;
             options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
-            if ((status = s1f_check_interrupted()) == S1F_OK)
-                status = offer_named(request, problem, search, named->name->name, &options);
+            S1F_TRY(s1f_check_interrupted());
+            S1F_TRY(offer_named(request, problem, search, named->name->name, &options));
         }
     }
-    return status;
+    return S1F_OK;
 }
 
 /* -- the family ---------------------------------------------------------------------------------------------------- */
@@ -175,20 +169,23 @@ static int may_place(const s1f_request *request, int32_t placement)
 /* If no placement is given, builds both and takes the shorter; V wins ties: its turns need no transfer. */
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    double in_v = INFINITY, in_loop = INFINITY;
-    s1f_schedule *v = NULL, *loop = NULL;
+    static const int32_t placements[] = {S1F_PLACEMENT_V, S1F_PLACEMENT_LOOP};
+    double shortest = INFINITY, makespan;
+    s1f_schedule *best = NULL;
     s1f_status status = S1F_OK;
-    if (may_place(request, S1F_PLACEMENT_V))
-        status = build_placed(request, S1F_PLACEMENT_V, &in_v, &v);
-    if (status == S1F_OK && may_place(request, S1F_PLACEMENT_LOOP))
-        status = build_placed(request, S1F_PLACEMENT_LOOP, &in_loop, &loop);
-    if (status == S1F_OK) {
-        *out = in_v <= in_loop ? v : loop;
-        *(in_v <= in_loop ? &v : &loop) = NULL;
+    for (int i = 0; i < 2 && status == S1F_OK; i++) {
+        s1f_schedule *made = NULL;
+        if (may_place(request, placements[i]))
+            status = build_placed(request, placements[i], &makespan, &made);
+        if (made != NULL && makespan < shortest) {
+            s1f_schedule_free(best);
+            best = made;
+            shortest = makespan;
+        } else {
+            s1f_schedule_free(made);
+        }
     }
-    s1f_schedule_free(loop);
-    s1f_schedule_free(v);
-    return status;
+    return s1f_schedule_finish(best, status, out);
 }
 
 static const char *broken_rule(const s1f_request *request)

@@ -7,32 +7,20 @@
  * M >= 2 P. */
 #include "families.h"
 
-static s1f_status warm_up(s1f_v_rank *r, int32_t rank, int32_t behind)
-{
-    S1F_TRY(s1f_repeat(r, 2 * behind, "f"));
-    S1F_TRY(s1f_repeat(r, rank + 1, "fF"));
-    return s1f_repeat(r, behind, "IwF");
-}
-
-/* The later half of the backwards puts its W off. */
-static s1f_status cool_down(s1f_v_rank *r, int32_t rank, int32_t behind)
-{
-    int32_t half = (rank + 1) / 2;
-    S1F_TRY(s1f_repeat(r, behind, "BFb"));
-    S1F_TRY(s1f_repeat(r, half, "Bb"));
-    S1F_TRY(s1f_repeat(r, rank + 1 - 2 * half, "Bi"));
-    S1F_TRY(s1f_repeat(r, half, "Ii"));
-    S1F_TRY(s1f_repeat(r, behind, "wi"));
-    return s1f_repeat(r, 2 * r->num_cells, "w");
-}
-
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int32_t P = request->num_ranks, M = request->num_microbatches, behind = P - 1 - rank;
+    int32_t P = request->num_ranks, M = request->num_microbatches, behind = P - 1 - rank, half = (rank + 1) / 2;
     s1f_v_rank r = s1f_v_rank_of(request, schedule, rank);
-    S1F_TRY(warm_up(&r, rank, behind));
-    S1F_TRY(s1f_repeat(&r, M - 2 * P + rank + 1, "fBFb"));
-    return cool_down(&r, rank, behind);
+    S1F_TRY(s1f_repeat(&r, 2 * behind, "f"));
+    S1F_TRY(s1f_repeat(&r, rank + 1, "fF"));
+    S1F_TRY(s1f_repeat(&r, behind, "IwF"));
+    S1F_TRY(s1f_repeat(&r, M - 2 * P + rank + 1, "fBFb")); /* the steady state */
+    S1F_TRY(s1f_repeat(&r, behind, "BFb"));
+    S1F_TRY(s1f_repeat(&r, half, "Bb"));
+    S1F_TRY(s1f_repeat(&r, rank + 1 - 2 * half, "Bi")); /* the later half of the backwards puts its W off */
+    S1F_TRY(s1f_repeat(&r, half, "Ii"));
+    S1F_TRY(s1f_repeat(&r, behind, "wi"));
+    return s1f_repeat(&r, 2 * request->num_cells, "w");
 }
 
 static const char *broken_rule(const s1f_request *request)

@@ -144,6 +144,7 @@ static s1f_status count_cells(s1f_request *request)
         if (count < 1)
             return s1f_fail(S1F_ERR_ARG, "num_segments[%d] is %d, must be at least 1", (int)m, (int)count);
         request->num_cells += count;
+        request->has_unequal_rows |= count != request->num_segments;
     }
     request->num_columns = request->num_cells;
     return S1F_OK;
@@ -178,14 +179,6 @@ static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_
     return check_options(request);
 }
 
-static int has_unequal_rows(const s1f_request *request)
-{
-    int differ = 0;
-    for (int32_t m = 0; request->options.segments_of != NULL && m < request->num_microbatches; m++)
-        differ |= request->options.segments_of[m] != request->num_segments;
-    return differ;
-}
-
 /* The first rule that is broken, NULL: none. */
 static const char *broken_rule(const s1f_request *request)
 {
@@ -196,7 +189,7 @@ static const char *broken_rule(const s1f_request *request)
         snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->segments.name);
         return text;
     }
-    if (family->takes_equal_rows && has_unequal_rows(request))
+    if (family->takes_equal_rows && request->has_unequal_rows)
         return "the same k for all micro-batches";
     if (!family->takes_more_stages && request->stages_per_rank != family->stages_per_rank)
         return family->stages_per_rank == 1 ? "v = 1" : "v = 2";
@@ -215,11 +208,9 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
                                     const char **rule)
 {
     s1f_request request;
-    s1f_status status =
-        make_request(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, &request);
-    if (status == S1F_OK)
-        *rule = broken_rule(&request);
-    return status;
+    S1F_TRY(make_request(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, &request));
+    *rule = broken_rule(&request);
+    return S1F_OK;
 }
 
 static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
@@ -267,13 +258,12 @@ s1f_status s1f_schedule_place(const s1f_request *request, int32_t placement, s1f
                        .num_stages = request->num_ranks * request->stages_per_rank,
                        .num_microbatches = request->num_microbatches,
                        .num_segments = request->num_segments};
-    size_t num_first = segments_of == NULL ? 0 : (size_t)shape.num_microbatches + 1;
     int32_t *rank_of_stage = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *rank_of_stage);
-    int64_t *first_cell = s1f_pool_take(&pool, num_first, sizeof *first_cell);
+    int64_t *first_cell = s1f_pool_take(&pool, (size_t)shape.num_microbatches + 1, sizeof *first_cell);
     for (int32_t stage = 0; !pool.is_short && stage < shape.num_stages; stage++)
         rank_of_stage[stage] = s1f_rank_of_stage(placement, shape.num_ranks, stage);
-    for (size_t m = 1; !pool.is_short && m < num_first; m++)
-        first_cell[m] = first_cell[m - 1] + segments_of[m - 1];
+    for (int32_t m = 0; !pool.is_short && segments_of != NULL && m < shape.num_microbatches; m++)
+        first_cell[m + 1] = first_cell[m] + segments_of[m];
     shape.rank_of_stage = rank_of_stage;
     shape.first_cell = segments_of == NULL ? NULL : first_cell;
     s1f_status status = s1f_pool_status(&pool, "the placement of stages");

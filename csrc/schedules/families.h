@@ -27,6 +27,7 @@ typedef struct {
     int32_t num_ranks, num_microbatches, num_segments, stages_per_rank; /* P, M, k, v */
     s1f_options options;
     int64_t num_cells, num_columns; /* of a stage, as in unit.h */
+    int32_t has_unequal_rows;       /* micro-batches differ in their segments */
 } s1f_request;
 
 /* Appends the order of one rank to an empty schedule with loop placement. */
@@ -52,7 +53,6 @@ struct s1f_family {
     int64_t (*most_live)(const s1f_request *request);
     int64_t (*least_units)(const s1f_request *request); /* that M k must be at least; NULL: no rule */
     const char *cap_rule;                               /* that option cap is at least most_live */
-    const void *numbers; /* number for the family's file, whose families differ in numbers only */
 };
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,

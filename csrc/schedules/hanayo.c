@@ -9,8 +9,7 @@
 typedef struct {
     const s1f_request *request;
     s1f_board board;
-    int32_t *next_forward, *next_backward; /* [stage] micro-batch */
-    s1f_schedule *out;
+    int32_t *next[2]; /* F, B: [stage] micro-batch */
 } builder;
 
 static int is_ready(const builder *b, s1f_unit unit, double now)
@@ -26,8 +25,8 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
     s1f_unit backward = {S1F_PASS_BACKWARD, 0, -1, 0}, forward = {S1F_PASS_FORWARD, 0, -1, 0};
     for (int32_t turn = v - 1; turn >= 0; turn--) { /* deeper stages first */
         int32_t stage = turn * P + (turn % 2 == 0 ? rank : P - 1 - rank);
-        s1f_unit back = {S1F_PASS_BACKWARD, stage, b->next_backward[stage], 0};
-        s1f_unit ahead = {S1F_PASS_FORWARD, stage, b->next_forward[stage], 0};
+        s1f_unit back = {S1F_PASS_BACKWARD, stage, b->next[1][stage], 0};
+        s1f_unit ahead = {S1F_PASS_FORWARD, stage, b->next[0][stage], 0};
         if (is_ready(b, back, now) && (backward.microbatch < 0 || back.microbatch < backward.microbatch))
             backward = back;
         if (is_ready(b, ahead, now) && forward.microbatch < 0)
@@ -38,12 +37,11 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
     return unit->microbatch >= 0;
 }
 
-static s1f_status start(void *context, int32_t rank, s1f_unit unit)
+static void start(void *context, int32_t rank, s1f_unit unit)
 {
     builder *b = context;
     (void)rank;
-    ++*(unit.pass == S1F_PASS_FORWARD ? &b->next_forward[unit.stage] : &b->next_backward[unit.stage]);
-    return s1f_schedule_append(b->out, unit);
+    b->next[unit.pass == S1F_PASS_BACKWARD][unit.stage]++;
 }
 
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
@@ -51,16 +49,18 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
     s1f_pool pool = {0};
-    S1F_TRY(s1f_schedule_place(request, S1F_PLACEMENT_V, &b.out));
-    s1f_shape shape = s1f_schedule_shape(b.out);
+    s1f_schedule *schedule = NULL;
+    S1F_TRY(s1f_schedule_place(request, S1F_PLACEMENT_V, &schedule));
+    s1f_shape shape = s1f_schedule_shape(schedule);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
-    b.next_forward = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next_forward);
-    b.next_backward = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next_backward);
+    for (int pass = 0; pass < 2; pass++)
+        b.next[pass] = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *b.next[pass]);
     s1f_status status = s1f_board_create(&shape, &pool, &b.board);
     if (status == S1F_OK)
-        status = s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b);
+        status =
+            s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b, schedule);
     s1f_pool_free(&pool);
-    return s1f_schedule_finish(b.out, status, out);
+    return s1f_schedule_finish(schedule, status, out);
 }
 
 static const char *broken_rule(const s1f_request *request)

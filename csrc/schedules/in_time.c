@@ -5,17 +5,13 @@
 
 /* -- the board ----------------------------------------------------------------------------------------------------- */
 
-static int64_t num_cells(const s1f_shape *shape)
-{
-    return shape->num_stages * s1f_num_cells(shape);
-}
-
 s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *board)
 {
+    size_t num_cells = (size_t)(shape->num_stages * s1f_num_cells(shape));
     *board = (s1f_board){.shape = *shape};
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
         if (s1f_shape_makes(shape, (s1f_product)product))
-            board->end[product] = s1f_pool_take(pool, (size_t)num_cells(shape), sizeof(double));
+            board->end[product] = s1f_pool_take(pool, num_cells, sizeof(double));
     S1F_TRY(s1f_pool_status(pool, "the times of units"));
     s1f_board_clear(board);
     return S1F_OK;
@@ -23,8 +19,9 @@ s1f_status s1f_board_create(const s1f_shape *shape, s1f_pool *pool, s1f_board *b
 
 void s1f_board_clear(s1f_board *board)
 {
+    int64_t num_cells = board->shape.num_stages * s1f_num_cells(&board->shape);
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        for (int64_t i = 0; board->end[product] != NULL && i < num_cells(&board->shape); i++)
+        for (int64_t i = 0; board->end[product] != NULL && i < num_cells; i++)
             board->end[product][i] = INFINITY;
 }
 
@@ -54,7 +51,7 @@ typedef struct {
     void *context;
     double now, tolerance; /* seconds */
     double *free;          /* [rank] end of the rank's unit */
-    int64_t num_started;
+    s1f_schedule *out;
 } run_in_time;
 
 static int is_free(const run_in_time *c, int32_t rank)
@@ -73,39 +70,32 @@ static s1f_status start_units(run_in_time *c)
         for (int32_t rank = 0; rank < c->board->shape.num_ranks; rank++)
             while (is_free(c, rank) && c->rules->choose(c->context, rank, c->now, &unit, &seconds)) {
                 c->free[rank] = c->now + seconds;
-                c->num_started++;
                 s1f_board_start(c->board, unit, c->free[rank]);
-                S1F_TRY(c->rules->start(c->context, rank, unit));
+                c->rules->start(c->context, rank, unit);
+                S1F_TRY(s1f_schedule_append(c->out, unit));
                 again |= is_free(c, rank);
             }
     }
     return S1F_OK;
 }
 
-/* Goes on to the time at which the next unit ends; INFINITY: none runs. */
-static void end_units(run_in_time *c)
-{
-    double next = INFINITY;
-    for (int32_t rank = 0; rank < c->board->shape.num_ranks; rank++)
-        if (!is_free(c, rank) && c->free[rank] < next)
-            next = c->free[rank];
-    c->now = next;
-}
-
 s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
-                           void *context)
+                           void *context, s1f_schedule *out)
 {
     s1f_pool pool = {0};
-    run_in_time c = {.board = board, .rules = rules, .context = context, .tolerance = tolerance};
+    run_in_time c = {.board = board, .rules = rules, .context = context, .tolerance = tolerance, .out = out};
     c.free = s1f_pool_take(&pool, (size_t)board->shape.num_ranks, sizeof *c.free);
     s1f_status status = s1f_pool_status(&pool, "a run of all ranks in time");
     for (int64_t n = 0; status == S1F_OK; n++) {
         if (n % TIMES_PER_CHECK == 0 && (status = s1f_check_interrupted()) != S1F_OK)
             break;
-        if ((status = start_units(&c)) != S1F_OK || c.num_started == num_units)
+        if ((status = start_units(&c)) != S1F_OK || s1f_schedule_num_units(out) == num_units)
             break;
-        end_units(&c);
-        if (isinf(c.now))
+        double next = INFINITY; /* when the next unit ends */
+        for (int32_t rank = 0; rank < board->shape.num_ranks; rank++)
+            next = is_free(&c, rank) ? next : fmin(next, c.free[rank]);
+        c.now = next;
+        if (isinf(next))
             status = s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other");
     }
     s1f_pool_free(&pool);

@@ -3,7 +3,7 @@
 #ifndef S1F_IN_TIME_H
 #define S1F_IN_TIME_H
 
-#include "../core/pool.h"
+#include "../core/schedule.h"
 #include "../core/table.h"
 
 /* When each product of each cell is made, as far as is known; messages take no time. */
@@ -23,12 +23,12 @@ void s1f_board_start(s1f_board *board, s1f_unit unit, double end);
 typedef struct {
     /* What a free rank does now, and for how many seconds; 0: it waits. Asked whenever a unit of any rank has ended. */
     int (*choose)(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
-    s1f_status (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
+    void (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
 } s1f_clock_rules;
 
-/* Runs num_units units of all ranks, from time 0. Times that differ by at most `tolerance` are one. S1F_ERR_SCHEDULE:
- * all ranks wait. */
+/* Runs num_units units of all ranks, from time 0, and appends each to `out`, which is empty. Times that differ by at
+ * most `tolerance` are one. S1F_ERR_SCHEDULE: all ranks wait. */
 s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
-                           void *context);
+                           void *context, s1f_schedule *out);
 
 #endif

@@ -39,24 +39,28 @@ typedef struct {
 } next_unit;
 
 typedef struct {
+    int64_t batch_bytes; /* of the largest micro-batch */
+    int64_t limit;       /* bytes under this rule */
+    int64_t held;        /* bytes */
+    double free;         /* seconds: when its last unit ends */
+    double left;         /* seconds of its units that have not started */
+    int32_t *behind;     /* behind its last unit in the start that is written */
+    int32_t last_pass;   /* F or I */
+    choice choice;
+} rank_state;
+
+typedef struct {
     const s1f_problem *problem;
     s1f_search *search;
     s1f_pool pool; /* of all arrays */
     rule rule;
+    rank_state *ranks;
     int32_t *stages;       /* [rank][v] ascending */
     int32_t *going_back;   /* [i]: the cell that goes back as the i-th */
     int64_t *bytes_before; /* [stage][num_cells + 1]: of the first so many Fs in plain order */
-    int64_t *batch_bytes;  /* [rank] of the largest micro-batch */
-    int64_t *limits;       /* [rank] bytes under this rule */
     double *end;           /* [number] seconds; INFINITY: not started */
     int32_t *num_started;  /* [pass][stage], in plain order */
     next_unit *next;       /* [F, I][stage] */
-    int64_t *held;         /* [rank] bytes */
-    double *rank_free;     /* [rank] seconds */
-    double *rank_left;     /* [rank] seconds of the rank's units that have not started */
-    int32_t **behind;      /* [rank] behind the rank's last unit in the start that is written */
-    int32_t *last_pass;    /* [rank] F or I */
-    choice *choices;       /* [rank] */
 } lister;
 
 /* The i-th unit of a stage in plain order: I and W take segments backwards. */
@@ -92,10 +96,10 @@ static int32_t next_microbatch(const lister *l, int32_t stage)
 static int fits(const lister *l, int32_t rank, int32_t stage)
 {
     const s1f_problem *p = l->problem;
-    int64_t limit = l->limits[rank], bytes = l->problem->bytes[l->next[stage].number], later = 0;
+    int64_t limit = l->ranks[rank].limit, bytes = l->problem->bytes[l->next[stage].number], later = 0;
     if (limit == INT64_MAX)
         return 1;
-    if (l->held[rank] > limit - bytes)
+    if (l->ranks[rank].held > limit - bytes)
         return 0;
     int32_t v = p->shape.num_stages / p->shape.num_ranks, oldest = p->shape.num_microbatches;
     for (int32_t i = 0; i < v; i++) {
@@ -106,7 +110,7 @@ static int fits(const lister *l, int32_t rank, int32_t stage)
         return 1;
     for (int32_t i = 0; i < v; i++)
         later += bytes_started(l, l->stages[rank * v + i], oldest + 1);
-    return later + bytes <= limit - l->batch_bytes[rank];
+    return later + bytes <= limit - l->ranks[rank].batch_bytes;
 }
 
 /* -- the next unit of a rank --------------------------------------------------------------------------------------- */
@@ -152,7 +156,7 @@ static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stag
     switch (l->rule.prefers) {
     case BACKWARD_FIRST: return (pass == FORWARD) * twice - stage;
     case FORWARD_FIRST: return (pass != FORWARD) * twice - stage;
-    case ALTERNATING: return (pass == l->last_pass[rank]) * twice - stage;
+    case ALTERNATING: return (pass == l->ranks[rank].last_pass) * twice - stage;
     case OLDEST_FIRST:
         return twice * microbatch_of(l, number % l->problem->num_cells) - (pass == FORWARD ? stage : twice - stage);
     case LONGEST_TAIL: break;
@@ -164,7 +168,7 @@ static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stag
 static double find_earliest(lister *l, int32_t rank, double *full_standing)
 {
     int32_t S = l->problem->shape.num_stages, v = S / l->problem->shape.num_ranks;
-    double now = l->rank_free[rank], earliest = INFINITY;
+    double now = l->ranks[rank].free, earliest = INFINITY;
     *full_standing = INFINITY;
     for (int32_t i = 0; i < v; i++) {
         int32_t stage = l->stages[rank * v + i];
@@ -183,7 +187,7 @@ static double find_earliest(lister *l, int32_t rank, double *full_standing)
 static choice choose_on_path(lister *l, int32_t rank, int *is_full)
 {
     int32_t S = l->problem->shape.num_stages, v = S / l->problem->shape.num_ranks;
-    double best_standing = INFINITY, full_standing, now = l->rank_free[rank];
+    double best_standing = INFINITY, full_standing, now = l->ranks[rank].free;
     double earliest = find_earliest(l, rank, &full_standing);
     choice best = {FORWARD, -1, INFINITY};
     for (int32_t i = 0; i < 2 * v && !isinf(earliest); i++) {
@@ -207,7 +211,7 @@ static choice choose_on_path(lister *l, int32_t rank, int *is_full)
 static choice choose(lister *l, int32_t rank)
 {
     int is_full;
-    double now = l->rank_free[rank];
+    double now = l->ranks[rank].free;
     choice best = choose_on_path(l, rank, &is_full);
     int32_t stage = find_weight(l, rank);
     if (stage < 0)
@@ -229,16 +233,16 @@ static int32_t start_unit(lister *l, int32_t rank, choice chosen)
 {
     int32_t S = l->problem->shape.num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
     int32_t number = number_at(l, chosen.pass, chosen.stage, (*started)++);
-    l->rank_free[rank] = l->end[number] = chosen.begin + l->problem->seconds[number];
-    l->rank_left[rank] -= l->problem->seconds[number];
-    l->held[rank] += l->problem->bytes[number];
+    l->ranks[rank].free = l->end[number] = chosen.begin + l->problem->seconds[number];
+    l->ranks[rank].left -= l->problem->seconds[number];
+    l->ranks[rank].held += l->problem->bytes[number];
     if (chosen.pass != WEIGHT) {
-        l->last_pass[rank] = chosen.pass;
+        l->ranks[rank].last_pass = chosen.pass;
         look(l, chosen.pass, chosen.stage);
     }
     if (chosen.pass == FORWARD)
         look(l, INPUT, chosen.stage); /* which may have waited for it */
-    *l->behind[rank]++ = number;
+    *l->ranks[rank].behind++ = number;
     return number;
 }
 
@@ -252,7 +256,7 @@ static void tell_target(lister *l, int32_t number)
     if (l->next[row].number != target)
         return;
     look(l, row / S, row % S);
-    l->choices[l->problem->rank[target]] = choose(l, l->problem->rank[target]);
+    l->ranks[l->problem->rank[target]].choice = choose(l, l->problem->rank[target]);
 }
 
 /* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it
@@ -262,7 +266,7 @@ static int64_t limit_of(const lister *l, int32_t rank)
     const s1f_problem *p = l->problem;
     static const double share[NUM_LIMITS] = {0, 2, 1, 0.5};
     double extra = share[l->rule.limit] * (p->shape.num_ranks - 1) / p->shape.num_segments;
-    double limit = (double)l->batch_bytes[rank] * (1 + extra);
+    double limit = (double)l->ranks[rank].batch_bytes * (1 + extra);
     int is_below = l->rule.limit > 0 && limit < (double)p->cap_bytes[rank];
     return is_below ? (int64_t)ceil(limit) : p->cap_bytes[rank];
 }
@@ -278,20 +282,12 @@ static void reset(lister *l)
         look(l, INPUT, stage);
     }
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
-        l->limits[rank] = limit_of(l, rank);
-        l->held[rank] = 0;
-        l->rank_free[rank] = 0;
-        l->rank_left[rank] = l->problem->work[rank];
-        l->last_pass[rank] = INPUT;
-        l->behind[rank] = s1f_search_order(l->search) + l->problem->first[rank];
+        l->ranks[rank] = (rank_state){.batch_bytes = l->ranks[rank].batch_bytes,
+                                      .limit = limit_of(l, rank),
+                                      .left = p->work[rank],
+                                      .behind = s1f_search_order(l->search) + p->first[rank],
+                                      .last_pass = INPUT};
     }
-}
-
-/* Whether a rank that has just started a unit must end too late for the order to be kept. */
-static int is_late(const lister *l, int32_t rank, int32_t number, double limit)
-{
-    double tail = l->problem->tail[number], left = l->rank_left[rank];
-    return l->rank_free[rank] + (left > tail ? left : tail) > limit;
 }
 
 /* Writes one start under l->rule and offers it, unless it would be forgotten. */
@@ -301,18 +297,18 @@ static void walk(lister *l)
     double limit = s1f_search_limit(l->search);
     reset(l);
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
-        l->choices[rank] = choose(l, rank);
+        l->ranks[rank].choice = choose(l, rank);
     for (;;) {
         int32_t rank = 0;
         for (int32_t other = 1; other < p->shape.num_ranks; other++)
-            if (l->choices[other].begin < l->choices[rank].begin)
+            if (l->ranks[other].choice.begin < l->ranks[rank].choice.begin)
                 rank = other;
-        if (isinf(l->choices[rank].begin))
+        if (isinf(l->ranks[rank].choice.begin))
             break; /* all have ended */
-        int32_t number = start_unit(l, rank, l->choices[rank]);
-        if (is_late(l, rank, number, limit))
-            return;
-        l->choices[rank] = choose(l, rank);
+        int32_t number = start_unit(l, rank, l->ranks[rank].choice);
+        if (l->ranks[rank].free + fmax(l->ranks[rank].left, p->tail[number]) > limit)
+            return; /* the rank ends too late for the order to be kept */
+        l->ranks[rank].choice = choose(l, rank);
         tell_target(l, number);
     }
     s1f_search_offer(l->search);
@@ -324,7 +320,6 @@ static void count_bytes(lister *l)
     int64_t count = l->problem->num_cells;
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         int64_t *before = &l->bytes_before[stage * (count + 1)];
-        before[0] = 0;
         for (int64_t i = 0; i < count; i++)
             before[i + 1] = before[i] + l->problem->bytes[stage * count + i];
     }
@@ -336,21 +331,8 @@ static void count_bytes(lister *l)
                 if (p->shape.rank_of_stage[stage] == rank)
                     bytes += before[s1f_first_cell(&p->shape, m + 1)] - before[s1f_first_cell(&p->shape, m)];
             }
-            l->batch_bytes[rank] = bytes > l->batch_bytes[rank] ? bytes : l->batch_bytes[rank];
+            l->ranks[rank].batch_bytes = bytes > l->ranks[rank].batch_bytes ? bytes : l->ranks[rank].batch_bytes;
         }
-}
-
-static void fill(lister *l)
-{
-    const s1f_problem *p = l->problem;
-    int32_t num_placed = 0;
-    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
-        for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
-            if (p->shape.rank_of_stage[stage] == rank)
-                l->stages[num_placed++] = stage;
-    for (int32_t i = 0; i < l->problem->num_cells; i++)
-        l->going_back[i] = (int32_t)s1f_cell(&p->shape, s1f_unit_going_back(&p->shape, S1F_PASS_BACKWARD_INPUT, 0, i));
-    count_bytes(l);
 }
 
 static s1f_status create_lister(lister *l)
@@ -361,19 +343,19 @@ static s1f_status create_lister(lister *l)
     l->stages = s1f_pool_take(&l->pool, S, sizeof *l->stages);
     l->going_back = s1f_pool_take(&l->pool, count, sizeof *l->going_back);
     l->bytes_before = s1f_pool_take(&l->pool, S * (count + 1), sizeof *l->bytes_before);
-    l->batch_bytes = s1f_pool_take(&l->pool, P, sizeof *l->batch_bytes);
-    l->limits = s1f_pool_take(&l->pool, P, sizeof *l->limits);
     l->end = s1f_pool_take(&l->pool, (size_t)l->problem->num_units, sizeof *l->end);
     l->num_started = s1f_pool_take(&l->pool, S1F_SPLIT_PASSES * S, sizeof *l->num_started);
     l->next = s1f_pool_take(&l->pool, 2 * S, sizeof *l->next);
-    l->held = s1f_pool_take(&l->pool, P, sizeof *l->held);
-    l->rank_free = s1f_pool_take(&l->pool, P, sizeof *l->rank_free);
-    l->rank_left = s1f_pool_take(&l->pool, P, sizeof *l->rank_left);
-    l->behind = s1f_pool_take(&l->pool, P, sizeof *l->behind);
-    l->last_pass = s1f_pool_take(&l->pool, P, sizeof *l->last_pass);
-    l->choices = s1f_pool_take(&l->pool, P, sizeof *l->choices);
+    l->ranks = s1f_pool_take(&l->pool, P, sizeof *l->ranks);
     S1F_TRY(s1f_pool_status(&l->pool, "lists of units"));
-    fill(l);
+    int32_t num_placed = 0;
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
+            if (p->shape.rank_of_stage[stage] == rank)
+                l->stages[num_placed++] = stage;
+    for (int32_t i = 0; i < p->num_cells; i++)
+        l->going_back[i] = (int32_t)s1f_cell(&p->shape, s1f_unit_going_back(&p->shape, S1F_PASS_BACKWARD_INPUT, 0, i));
+    count_bytes(l);
     return S1F_OK;
 }
 

@@ -5,8 +5,6 @@
  * numbers. */
 #include "families.h"
 
-#include "../core/pool.h"
-
 typedef struct {
     const s1f_shape *shape;
     s1f_unit *forwards, *backwards; /* units of one stage, in turn */

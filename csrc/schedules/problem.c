@@ -18,20 +18,6 @@ static s1f_unit maker_of(s1f_product product, s1f_unit cell)
     return cell;
 }
 
-/* Lengthens the tails of all that a unit waits for by way of it. */
-static void lengthen_inputs(const s1f_problem *p, s1f_unit unit, double *tails)
-{
-    const s1f_shape *shape = &p->shape;
-    int64_t cells = s1f_table_count(shape, S1F_PER_CELL), cell = s1f_column_of_all(shape, unit);
-    s1f_product pass = s1f_first_product(unit.pass);
-    double tail = p->pass_seconds[pass][cell] + tails[pass * cells + cell];
-    s1f_unit_input input;
-    for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);) {
-        double *longest = &tails[(int64_t)input.product * cells + s1f_column_of_all(shape, input.maker)];
-        *longest = fmax(*longest, lag_between(p, unit.stage, input.maker.stage) + tail);
-    }
-}
-
 /* Unit i of a micro-batch, counted so that each comes after all that it waits for. */
 static s1f_unit unit_in_turn(const s1f_shape *shape, int32_t microbatch, int64_t i)
 {
@@ -42,41 +28,26 @@ static s1f_unit unit_in_turn(const s1f_shape *shape, int32_t microbatch, int64_t
                     (s1f_unit){0, goes_on ? stage : S - 1 - stage, microbatch, goes_on ? segment : k - 1 - segment});
 }
 
-/* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][column]. */
-static void find_tails(const s1f_problem *p, double *tails)
-{
-    const s1f_shape *shape = &p->shape;
-    for (int32_t m = 0; m < (p->shape.first_cell == NULL ? 1 : p->shape.num_microbatches); m++)
-        for (int64_t i = (int64_t)S1F_SPLIT_PASSES * p->shape.num_stages * s1f_segments_of(shape, m) - 1; i >= 0; i--)
-            lengthen_inputs(p, unit_in_turn(shape, m, i), tails);
-}
-
-static int32_t id_of_product(const s1f_problem *p, s1f_product product, s1f_unit cell)
-{
-    int64_t of_product = p->shape.num_stages * s1f_num_cells(&p->shape);
-    return (int32_t)((int32_t)product * of_product + s1f_cell_of_all(&p->shape, cell));
-}
-
 int32_t s1f_problem_number_of(const s1f_problem *p, s1f_unit unit)
 {
-    return id_of_product(p, s1f_first_product(unit.pass), unit);
+    int32_t of_product = p->shape.num_stages * p->num_cells;
+    return (int32_t)s1f_first_product(unit.pass) * of_product + (int32_t)s1f_cell_of_all(&p->shape, unit);
 }
 
-static void fill_unit(s1f_problem *p, s1f_unit unit, const double *tails)
+static void fill_unit(s1f_problem *p, int32_t id)
 {
-    int32_t id = s1f_problem_number_of(p, unit), pass = (int32_t)s1f_first_product(unit.pass);
-    int64_t cells = s1f_table_count(&p->shape, S1F_PER_CELL), cell = s1f_column_of_all(&p->shape, unit);
-    int num_earlier = 0;
+    int32_t of_pass = p->shape.num_stages * p->num_cells, pass = id / of_pass, num_earlier = 0;
+    s1f_unit unit = maker_of((s1f_product)pass, s1f_forward_of_cell(&p->shape, id % of_pass));
+    int64_t cell = s1f_column_of_all(&p->shape, unit);
     s1f_unit_input input;
     p->units[id] = unit;
     p->rank[id] = p->shape.rank_of_stage[unit.stage];
     p->seconds[id] = p->pass_seconds[pass][cell];
-    p->tail[id] = tails[pass * cells + cell];
     p->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
     p->work[p->rank[id]] += p->seconds[id];
     p->earlier[id][0] = p->earlier[id][1] = -1;
     for (s1f_inputs inputs = s1f_inputs_of(&p->shape, unit); s1f_next_input(&inputs, &input);) {
-        int32_t maker = id_of_product(p, input.product, input.maker);
+        int32_t maker = s1f_problem_number_of(p, input.maker);
         if (input.way == S1F_COMES_FROM_STAGE) {
             p->source[id] = maker;
             p->target[maker] = id;
@@ -84,6 +55,21 @@ static void fill_unit(s1f_problem *p, s1f_unit unit, const double *tails)
         } else {
             p->earlier[id][num_earlier++] = maker;
         }
+    }
+}
+
+/* What a unit waits for ends before it, and all behind it. */
+static void fill_tails(s1f_problem *p, int32_t microbatch)
+{
+    int64_t count = (int64_t)S1F_SPLIT_PASSES * p->shape.num_stages * s1f_segments_of(&p->shape, microbatch);
+    for (int64_t i = count - 1; i >= 0; i--) {
+        int32_t id = s1f_problem_number_of(p, unit_in_turn(&p->shape, microbatch, i)), source = p->source[id];
+        double tail = p->seconds[id] + p->tail[id];
+        if (source >= 0)
+            p->tail[source] = fmax(p->tail[source], p->lag[id] + tail);
+        for (int j = 0; j < 2; j++)
+            if (p->earlier[id][j] >= 0)
+                p->tail[p->earlier[id][j]] = fmax(p->tail[p->earlier[id][j]], tail);
     }
 }
 
@@ -105,13 +91,11 @@ static void fill_past(s1f_problem *p)
     for (int64_t i = 0; i < count && p->words > 0; i++) {
         s1f_unit unit = unit_in_turn(&p->shape, longest, i);
         int64_t own = related(p, unit);
+        int32_t id = s1f_problem_number_of(p, unit), before[] = {p->source[id], p->earlier[id][0], p->earlier[id][1]};
         uint64_t *row = &p->past[own * p->words];
-        s1f_unit_input input;
-        for (s1f_inputs inputs = s1f_inputs_of(&p->shape, unit); s1f_next_input(&inputs, &input);) {
-            const uint64_t *earlier = &p->past[related(p, maker_of(input.product, input.maker)) * p->words];
-            for (int64_t word = 0; word < p->words; word++)
-                row[word] |= earlier[word];
-        }
+        for (int j = 0; j < 3; j++)
+            for (int64_t word = 0; before[j] >= 0 && word < p->words; word++)
+                row[word] |= p->past[related(p, p->units[before[j]]) * p->words + word];
         row[own / 64] |= (uint64_t)1 << own % 64;
     }
 }
@@ -119,58 +103,56 @@ static void fill_past(s1f_problem *p)
 /* The least seconds of a stage's first unit: F of a first segment. */
 static double least_first(const s1f_problem *p, int32_t stage)
 {
-    const double *seconds = &p->pass_seconds[0][stage * s1f_num_columns(&p->shape)];
-    double least = seconds[0];
-    for (int32_t m = 1; p->shape.first_cell != NULL && m < p->shape.num_microbatches; m++)
-        least = fmin(least, seconds[p->shape.first_cell[m]]);
+    double least = INFINITY;
+    for (int32_t m = 0; m < p->shape.num_microbatches; m++)
+        least = fmin(least, p->seconds[(int64_t)stage * p->num_cells + s1f_first_cell(&p->shape, m)]);
     return least;
 }
 
 /* What follows a rank's last I, at least, and the seconds of its Ws, which that need not wait for. */
-static double least_behind(const s1f_problem *p, int32_t rank, const double *tails)
+static double least_behind(const s1f_problem *p, int32_t rank)
 {
-    int64_t columns = s1f_num_columns(&p->shape), cells = p->shape.num_stages * columns;
+    int64_t columns = s1f_num_columns(&p->shape);
     double least = INFINITY, weights = 0;
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
         for (int64_t i = 0; i < columns && p->shape.rank_of_stage[stage] == rank; i++) {
-            int64_t cell = stage * columns + i;
-            least = fmin(least, tails[S1F_PRODUCT_INPUT_GRADIENT * cells + cell]);
-            weights += p->pass_seconds[S1F_PRODUCT_WEIGHT_GRADIENT][cell];
+            int64_t cells = (int64_t)p->shape.num_stages * p->num_cells, cell = stage * p->num_cells + i;
+            least = fmin(least, p->tail[S1F_PRODUCT_INPUT_GRADIENT * cells + cell]);
+            weights += p->seconds[S1F_PRODUCT_WEIGHT_GRADIENT * cells + cell];
         }
     return least - weights * (p->shape.first_cell == NULL ? p->shape.num_microbatches : 1);
 }
 
 /* No rank starts before the first unit reaches it, then all its work follows, of which Fs and Is end before what a last
  * I still has to reach; and one micro-batch goes all the way. */
-static double lower_bound(const s1f_problem *p, const double *tails)
+static double lower_bound(const s1f_problem *p)
 {
-    double head = 0, bound = p->pass_seconds[0][0] + tails[0];
+    double head = 0, bound = p->seconds[0] + p->tail[0];
     for (int32_t stage = 0; stage < p->shape.num_stages; stage++) {
         int32_t rank = p->shape.rank_of_stage[stage], is_first = 1;
         for (int32_t earlier = 0; earlier < stage; earlier++)
             is_first &= p->shape.rank_of_stage[earlier] != rank;
         if (is_first)
-            bound = fmax(bound, head + p->work[rank] + fmax(0, least_behind(p, rank, tails)));
+            bound = fmax(bound, head + p->work[rank] + fmax(0, least_behind(p, rank)));
         head += least_first(p, stage);
         head += stage + 1 < p->shape.num_stages ? lag_between(p, stage, stage + 1) : 0;
     }
     return bound;
 }
 
-static void fill(s1f_problem *p, const double *tails)
+static void fill(s1f_problem *p)
 {
     for (int32_t id = 0; id < p->num_units; id++)
         p->source[id] = p->target[id] = -1;
-    for (int product = 0; product < S1F_SPLIT_PASSES; product++)
-        for (int32_t stage = 0; stage < p->shape.num_stages; stage++)
-            for (int32_t m = 0; m < p->shape.num_microbatches; m++)
-                for (int32_t s = 0; s < s1f_segments_of(&p->shape, m); s++)
-                    fill_unit(p, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
+    for (int32_t id = 0; id < p->num_units; id++)
+        fill_unit(p, id);
+    for (int32_t m = 0; m < p->shape.num_microbatches; m++)
+        fill_tails(p, m);
     for (int32_t id = 0; id < p->num_units; id++)
         p->first[p->rank[id] + 1]++;
     for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         p->first[rank + 1] += p->first[rank];
-    p->bound = lower_bound(p, tails);
+    p->bound = lower_bound(p);
     fill_past(p);
 }
 
@@ -200,10 +182,7 @@ s1f_status s1f_problem_number(s1f_problem *p, s1f_pool *pool)
     p->bytes = s1f_pool_take(pool, N, sizeof *p->bytes);
     p->earlier = s1f_pool_take(pool, N, sizeof *p->earlier);
     p->past = s1f_pool_take(pool, related * (size_t)p->words, sizeof *p->past);
-    double *tails =
-        s1f_pool_take(pool, (size_t)S1F_SPLIT_PASSES * S * (size_t)s1f_num_columns(&p->shape), sizeof *tails);
     S1F_TRY(s1f_pool_status(pool, "the units of a search"));
-    find_tails(p, tails);
-    fill(p, tails);
+    fill(p);
     return S1F_OK;
 }

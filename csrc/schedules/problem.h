@@ -34,7 +34,7 @@ typedef struct {
 /* Fills what is not given. Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. Arrays are the
  * pool's. S1F_ERR_MEMORY. */
 s1f_status s1f_problem_number(s1f_problem *problem, s1f_pool *pool);
-int32_t s1f_problem_number_of(const s1f_problem *problem, s1f_unit unit);
+int32_t s1f_problem_number_of(const s1f_problem *problem, s1f_unit unit); /* of a B: that of its I */
 /* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are
  * equal. Needs `past`. */
 int s1f_problem_precedes(const s1f_problem *problem, s1f_unit a, s1f_unit b);

@@ -196,24 +196,18 @@ static void find_places(s1f_search *x)
         x->place[x->order[i]] = i;
 }
 
-/* Whether a unit comes after all that it waits for at its own stage. */
-static int keeps_rules(const s1f_search *x, int32_t id)
-{
-    for (int i = 0; i < 2; i++)
-        if (x->problem->earlier[id][i] >= 0 && x->place[x->problem->earlier[id][i]] >= x->place[id])
-            return 0;
-    return 1;
-}
-
-/* Whether the order keeps the rules of one stage, and the cap. */
+/* Whether each unit comes after all that it waits for at its own stage, and each rank keeps the cap. */
 static int is_order(s1f_search *x)
 {
-    int keeps = 1;
-    for (int32_t id = 0; keeps && id < x->problem->num_units; id++)
-        keeps = keeps_rules(x, id);
-    for (int32_t rank = 0; keeps && rank < x->problem->shape.num_ranks; rank++)
-        keeps = count_live(x, rank, x->problem->first[rank], x->problem->first[rank + 1] - 1);
-    return keeps;
+    const s1f_problem *p = x->problem;
+    for (int32_t id = 0; id < p->num_units; id++)
+        for (int i = 0; i < 2; i++)
+            if (p->earlier[id][i] >= 0 && x->place[p->earlier[id][i]] >= x->place[id])
+                return 0;
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
+        if (!count_live(x, rank, p->first[rank], p->first[rank + 1] - 1))
+            return 0;
+    return 1;
 }
 
 void s1f_search_offer(s1f_search *x)
@@ -374,15 +368,13 @@ static void improve(s1f_search *x, start *best)
 
 s1f_status s1f_search_run(s1f_search *x)
 {
-    s1f_status status = S1F_OK;
+    double enough = x->problem->bound * (1 + SLACK);
     x->random = 88172645463325252u; /* anything but 0 */
-    for (int32_t i = 0;
-         i < x->num_starts && x->problem->words > 0 && s1f_search_makespan(x) > x->problem->bound * (1 + SLACK); i++) {
-        if ((status = s1f_check_interrupted()) != S1F_OK)
-            break;
+    for (int32_t i = 0; i < x->num_starts && x->problem->words > 0 && s1f_search_makespan(x) > enough; i++) {
+        S1F_TRY(s1f_check_interrupted());
         improve(x, &x->starts[i]);
     }
-    return status;
+    return S1F_OK;
 }
 
 static const start *shortest(const s1f_search *x)
@@ -400,14 +392,13 @@ double s1f_search_makespan(const s1f_search *x)
 
 s1f_status s1f_search_take(const s1f_search *x, int is_split, s1f_schedule *schedule)
 {
-    s1f_status status = S1F_OK;
-    for (int32_t i = 0; i < x->problem->num_units && status == S1F_OK; i++) {
+    for (int32_t i = 0; i < x->problem->num_units; i++) {
         s1f_unit unit = x->problem->units[shortest(x)->order[i]];
         if (!is_split && unit.pass == S1F_PASS_BACKWARD_WEIGHT)
             continue;
         if (!is_split && unit.pass == S1F_PASS_BACKWARD_INPUT)
             unit.pass = S1F_PASS_BACKWARD;
-        status = s1f_schedule_append(schedule, unit);
+        S1F_TRY(s1f_schedule_append(schedule, unit));
     }
-    return status;
+    return S1F_OK;
 }

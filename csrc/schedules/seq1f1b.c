@@ -8,22 +8,13 @@
  * was never shorter on 300 random orders, and 4 % longer on their mean. */
 #include "families.h"
 
-static int64_t min(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t p)
 {
     int64_t P = request->num_ranks, k = request->num_segments, Mk = request->num_cells;
-    int64_t warmup = min(P - p - 2 + k, Mk) + s1f_extra_warmup(request, p);
-    for (int64_t i = 0; i < warmup + Mk; i++) { /* warm-up: no backward yet; cool-down: no forward left */
-        if (i < Mk)
-            S1F_TRY(s1f_schedule_append_nth(schedule, S1F_PASS_FORWARD, p, i));
-        if (i >= warmup)
-            S1F_TRY(s1f_schedule_append_nth(schedule, S1F_PASS_BACKWARD, p, i - warmup));
-    }
-    return S1F_OK;
+    int64_t warmup = P - p - 2 + k < Mk ? P - p - 2 + k : Mk;
+    s1f_v_rank r = s1f_v_rank_of(request, schedule, p);
+    S1F_TRY(s1f_repeat(&r, warmup + s1f_extra_warmup(request, p), "f"));
+    return s1f_repeat(&r, Mk, "fb"); /* cool-down: no forward is left */
 }
 
 const s1f_family s1f_family_seq1f1b = {

@@ -31,11 +31,6 @@ typedef struct {
     s1f_schedule *out;
 } walk;
 
-static int64_t count_units(const s1f_request *request)
-{
-    return S1F_SPLIT_PASSES * request->num_cells * request->num_ranks * request->stages_per_rank;
-}
-
 static double seconds(const walk *w, s1f_unit unit)
 {
     return w->is_equal
@@ -48,18 +43,16 @@ static int is_ready(const walk *w, s1f_unit unit, double now)
     return s1f_board_ready(&w->board, unit) <= now + w->tolerance;
 }
 
-/* The next unit of the plan; once no F is left, the next I of the deepest stage that is ready. */
+/* The next unit of the plan; once no F is left, the next I of the deepest stage that is ready. Units of a stage are in
+ * order: where one is not ready, later ones are not, either. */
 static int64_t next_of_plan(const walk *w, const rank_state *r, double now)
 {
     int64_t best = r->at;
     if (r->forwards_left > 0 || w->request->stages_per_rank == 1)
         return best;
-    for (int64_t i = r->at; i < r->num_units; i++) {
-        int is_deeper = r->plan[i].stage > r->plan[best].stage;
-        if (!r->ran[i] && is_deeper)
-            return is_ready(w, r->plan[i], now) ? i
-                                                : best; /* units of a stage are in order: later ones are not ready */
-    }
+    for (int64_t i = r->at; i < r->num_units; i++)
+        if (!r->ran[i] && r->plan[i].stage > r->plan[best].stage)
+            return is_ready(w, r->plan[i], now) ? i : best;
     return best;
 }
 
@@ -117,14 +110,14 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
     return 1;
 }
 
-static s1f_status start(void *context, int32_t rank, s1f_unit unit)
+static void start(void *context, int32_t rank, s1f_unit unit)
 {
     walk *w = context;
     rank_state *r = &w->ranks[rank];
     if (unit.pass == S1F_PASS_BACKWARD_WEIGHT) {
         r->num_weights++;
         r->live--;
-        return s1f_schedule_append(w->out, unit);
+        return;
     }
     if (unit.pass == S1F_PASS_FORWARD) {
         r->forwards_left--;
@@ -136,11 +129,12 @@ static s1f_status start(void *context, int32_t rank, s1f_unit unit)
     r->ran[r->place] = 1;
     while (r->at < r->num_units && r->ran[r->at])
         r->at++;
-    return s1f_schedule_append(w->out, unit);
 }
 
-static void reset(walk *w, const s1f_schedule *plan)
+/* Fills w->out. */
+static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 {
+    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     s1f_board_clear(&w->board);
     for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
         rank_state *r = &w->ranks[rank];
@@ -149,14 +143,8 @@ static void reset(walk *w, const s1f_schedule *plan)
         r->forwards_left = r->num_units / 2;
         memset(r->ran, 0, (size_t)r->num_units);
     }
-}
-
-/* Fills w->out. */
-static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
-{
-    static const s1f_clock_rules rules = {.choose = choose, .start = start};
-    reset(w, plan);
-    s1f_status status = s1f_run_in_time(&w->board, count_units(w->request), w->tolerance, &rules, w);
+    int64_t num_units = s1f_schedule_num_units(plan) / 2 * S1F_SPLIT_PASSES; /* an F and an I, and a W of these */
+    s1f_status status = s1f_run_in_time(&w->board, num_units, w->tolerance, &rules, w, w->out);
     if (status == S1F_ERR_SCHEDULE)
         return s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other under a cap of %lld units", (long long)w->cap);
     return status;
@@ -166,12 +154,11 @@ static s1f_status create_walk(walk *w, const s1f_schedule *plan)
 {
     s1f_shape shape = s1f_schedule_shape(plan);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
+    size_t of_rank = (size_t)s1f_schedule_num_units(plan) / (size_t)shape.num_ranks; /* alike on all ranks */
     w->ranks = s1f_pool_take(&w->pool, (size_t)shape.num_ranks, sizeof *w->ranks);
-    for (int32_t rank = 0; !w->pool.is_short && rank < w->request->num_ranks; rank++) {
-        int64_t num_units;
-        s1f_schedule_units(plan, rank, &num_units);
-        w->ranks[rank].ran = s1f_pool_take(&w->pool, (size_t)num_units, 1);
-        w->ranks[rank].inputs = s1f_pool_take(&w->pool, (size_t)num_units, sizeof *w->ranks[rank].inputs);
+    for (int32_t rank = 0; !w->pool.is_short && rank < shape.num_ranks; rank++) {
+        w->ranks[rank].ran = s1f_pool_take(&w->pool, of_rank, 1);
+        w->ranks[rank].inputs = s1f_pool_take(&w->pool, of_rank, sizeof *w->ranks[rank].inputs);
     }
     S1F_TRY(s1f_pool_status(&w->pool, "the units of all ranks"));
     return s1f_board_create(&shape, &w->pool, &w->board);
@@ -198,7 +185,7 @@ static double time_order(walk *w)
         w->ranks[rank].at = 0;
         w->ranks[rank].free = 0;
     }
-    for (int64_t left = count_units(w->request); left > 0;)
+    for (int64_t left = s1f_schedule_num_units(w->out); left > 0;)
         for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
             rank_state *r = &w->ranks[rank];
             int64_t num_units;

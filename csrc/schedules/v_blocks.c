@@ -22,12 +22,12 @@ typedef struct {
     building_block blocks[3], of_four; /* for P ranks blocks[P % divisor], but of_four where P = 4 */
 } numbers;
 
-static const numbers half = {
+static const numbers of_half = {
     .divisor = 2,
     .blocks = {{{1, 2, 1, 2}, {3, 1, 4}}, {{1, 2, 1, 2}, {1, 1, 1}}},
     .of_four = {{1, 2, 2, 2}, {3, 1, 3}}, /* found by search: 3 M + 5/2 from M = 4 on */
 };
-static const numbers min = {
+static const numbers of_min = {
     .added = 1,
     .divisor = 3,
     .blocks = {{{1, 1, 1, 1}, {2, 1, 3}}, {{1, 1, 1, 1}, {1, 1, 1}}, {{1, 1, 1, 1}, {1, 1, 1}}},
@@ -36,7 +36,7 @@ static const numbers min = {
 
 static int64_t least_units(const s1f_request *request)
 {
-    const numbers *n = request->family->numbers;
+    const numbers *n = request->family == &s1f_family_v_half ? &of_half : &of_min;
     return ((int64_t)request->num_ranks + n->added) / n->divisor + request->num_segments;
 }
 
@@ -47,28 +47,26 @@ static int64_t peak(const s1f_request *request)
 
 static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
 {
-    const numbers *n = request->family->numbers;
+    const numbers *n = request->family == &s1f_family_v_half ? &of_half : &of_min;
     const building_block *block = request->num_ranks == 4 ? &n->of_four : &n->blocks[request->num_ranks % n->divisor];
     int64_t P = request->num_ranks, num_units = request->num_cells, next[4] = {0, 0, 0, 0}, time[4], start = 0;
     int32_t first = rank, second = 2 * request->num_ranks - 1 - rank;
     for (int way = 0; way < 4; way++) { /* F first, F second, I second, I first: down, up, down, up the ranks */
         time[way] = start + block->step[way] * (way % 2 == 0 ? rank : P - 1 - rank);
+        time[way] += way < 2 ? 0 : (int64_t)BLOCK_PERIOD * (request->num_segments - 1);
         start += block->step[way] * (P - 1) + (way < 3 ? block->turn[way] : 0);
     }
-    time[2] += (int64_t)BLOCK_PERIOD * (request->num_segments - 1);
-    time[3] += (int64_t)BLOCK_PERIOD * (request->num_segments - 1);
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < 4 * num_units && status == S1F_OK; i++) {
+    for (int64_t i = 0; i < 4 * num_units; i++) {
         int way = -1;
         for (int candidate = 0; candidate < 4; candidate++)
             if (next[candidate] < num_units && (way < 0 || time[candidate] < time[way]))
                 way = candidate;
         int32_t stage = way == 0 || way == 3 ? first : second;
         s1f_pass pass = way < 2 ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT;
-        status = s1f_schedule_append_nth(plan, pass, stage, next[way]++);
+        S1F_TRY(s1f_schedule_append_nth(plan, pass, stage, next[way]++));
         time[way] += BLOCK_PERIOD;
     }
-    return status;
+    return S1F_OK;
 }
 
 const s1f_family s1f_family_v_half = {
@@ -84,7 +82,6 @@ const s1f_family s1f_family_v_half = {
     .most_live = peak,
     .least_units = least_units,
     .cap_rule = "cap >= 2 floor((P + 2) / 2) + 2 (k - 1)",
-    .numbers = &half,
 };
 
 const s1f_family s1f_family_v_min = {
@@ -101,5 +98,4 @@ const s1f_family s1f_family_v_min = {
     .most_live = peak,
     .least_units = least_units,
     .cap_rule = "cap >= 2 floor((P + 4) / 3) + 2 (k - 1)",
-    .numbers = &min,
 };

@@ -31,7 +31,6 @@ typedef struct {
         *cells[NUM_QUEUES]; /* in the order in which the first or the last stage goes forward, or back; NULL: none */
     int64_t num_cells;
     int64_t num_first; /* number of Fs of the first stage that have begun */
-    s1f_schedule *out;
 } spreading;
 
 static int is_forward(s1f_unit unit)
@@ -39,29 +38,24 @@ static int is_forward(s1f_unit unit)
     return s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT);
 }
 
-/* Copies a rank's units with its Fs earlier: before each other unit stand `ahead` more Fs than before. */
+/* Copies a rank's units with its Fs earlier: before each other unit stand `ahead` more Fs than before, and at the end
+ * those that are left. */
 static void copy_ahead(const s1f_unit *units, int64_t count, int64_t ahead, s1f_unit *out)
 {
     int64_t forward = 0, num_before = 0, num_written = 0, written = 0; /* forward: index of the next F to be written */
-    for (int64_t i = 0; i < count; i++) {
-        num_before += is_forward(units[i]);
-        if (is_forward(units[i]))
+    for (int64_t i = 0; i <= count; i++) {
+        if (i < count && is_forward(units[i])) {
+            num_before++;
             continue;
-        for (; forward < count && num_written < num_before + ahead; forward++)
+        }
+        for (; forward < count && (i == count || num_written < num_before + ahead); forward++)
             if (is_forward(units[forward])) {
                 out[written++] = units[forward];
                 num_written++;
             }
-        out[written++] = units[i];
+        if (i < count)
+            out[written++] = units[i];
     }
-    for (; forward < count; forward++)
-        if (is_forward(units[forward]))
-            out[written++] = units[forward];
-}
-
-static double seconds_of(const spreading *s, s1f_unit unit)
-{
-    return s->pass_seconds[unit.pass][s1f_column_of_all(&s->board.shape, unit)];
 }
 
 /* Whether the next unit of a queue may start, its inputs apart. */
@@ -86,14 +80,14 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
         } else {
             continue;
         }
-        *seconds = seconds_of(s, *unit);
+        *seconds = s->pass_seconds[unit->pass][s1f_column_of_all(&s->board.shape, *unit)];
         if (s1f_board_ready(&s->board, *unit) <= now + s->tolerance)
             return 1;
     }
     return 0;
 }
 
-static s1f_status start(void *context, int32_t rank, s1f_unit unit)
+static void start(void *context, int32_t rank, s1f_unit unit)
 {
     spreading *s = context;
     rank_state *r = &s->ranks[rank];
@@ -105,7 +99,6 @@ static s1f_status start(void *context, int32_t rank, s1f_unit unit)
     else
         r->next++;
     s->num_first += is_forward(unit) && unit.stage == 0;
-    return s1f_schedule_append(s->out, unit);
 }
 
 static s1f_status require_order(const s1f_shape *shape, int what, int64_t ahead)
@@ -146,47 +139,39 @@ static s1f_unit *cells_of(spreading *s, int32_t stage, s1f_product product)
     return cells;
 }
 
-/* Takes the order apart; *num_units: with those of all shards. */
-static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_shape *shape, int what, int64_t ahead,
-                         int64_t *num_units)
+/* Takes the order apart. passes: bits of those that are to be in it. */
+static s1f_status create(spreading *s, const s1f_schedule *schedule, uint32_t passes, int64_t ahead)
 {
-    const int wanted[NUM_QUEUES] = {[LOSS] = what & S1F_SPREAD_OUTPUT,
-                                    [STATISTICS] = what & S1F_SPREAD_OUTPUT,
-                                    [EMBED] = what & S1F_SPREAD_INPUT,
-                                    [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
-    S1F_TRY(s1f_board_create(shape, s->pool, &s->board));
+    const s1f_shape *shape = &s->board.shape;
     s->ranks = s1f_pool_take(s->pool, (size_t)shape->num_ranks, sizeof *s->ranks);
-    *num_units = 0;
     for (int32_t rank = 0; !s->pool->is_short && rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &r->num_units);
-        *num_units += r->num_units;
         if ((r->units = s1f_pool_take(s->pool, (size_t)r->num_units, sizeof *r->units)) != NULL)
             copy_ahead(units, r->num_units, ahead, r->units);
     }
     for (int queue = 0; queue < NUM_QUEUES && !s->pool->is_short; queue++)
-        if (wanted[queue]) {
-            int is_output = queue == LOSS || queue == STATISTICS;
-            s->cells[queue] = cells_of(s, is_output ? shape->num_stages - 1 : 0,
+        if (passes >> pass_of[queue] & 1)
+            s->cells[queue] = cells_of(s, queue == LOSS || queue == STATISTICS ? shape->num_stages - 1 : 0,
                                        queue == EMBED_GRADIENT ? S1F_PRODUCT_INPUT_GRADIENT : S1F_PRODUCT_OUTPUT);
-            *num_units += s->num_cells * shape->num_ranks;
-        }
-    S1F_TRY(s1f_pool_status(s->pool, "the passes of a vocabulary"));
-    return require_seconds(s, *num_units);
+    return s1f_pool_status(s->pool, "the passes of a vocabulary");
 }
 
 static s1f_status spread(s1f_transform *t, int what, int64_t ahead, const double *const *pass_seconds)
 {
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
     s1f_shape shape = t->shape;
-    uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
-                      (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
-                      (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
+    spreading s = {.pass_seconds = pass_seconds, .pool = &t->pool, .num_cells = s1f_num_cells(&shape)};
+    uint32_t passes = what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS | 1u << S1F_PASS_LOSS : 0;
+    if (what & S1F_SPREAD_INPUT)
+        passes |= 1u << S1F_PASS_EMBED | (s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
     shape.products |= s1f_products_of_passes(passes);
-    spreading s = {.pass_seconds = pass_seconds, .pool = &t->pool, .num_cells = s1f_num_cells(&shape), .out = t->out};
-    int64_t num_units = 0;
-    S1F_TRY(create(&s, t->schedule, &shape, what, ahead, &num_units));
-    s1f_status status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
+    int64_t num_units = s1f_schedule_num_units(t->schedule);
+    num_units += __builtin_popcount(passes) * s.num_cells * shape.num_ranks;
+    S1F_TRY(s1f_board_create(&shape, s.pool, &s.board));
+    S1F_TRY(create(&s, t->schedule, passes, ahead));
+    S1F_TRY(require_seconds(&s, num_units));
+    s1f_status status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s, t->out);
     if (status == S1F_ERR_SCHEDULE && ahead > 0)
         return s1f_fail(
             S1F_ERR_SCHEDULE,
