@@ -33,7 +33,6 @@ typedef struct {
     arena_control *control;
     int64_t bytes, stride; /* of the arena; of one place */
     int32_t num_places;    /* NO_PLACES before the first step */
-    int hangup_fd;
     int64_t posted, sent;   /* messages of this step */
     const s1f_relay *relay; /* NULL: both ends map the arena */
     void *context;
@@ -86,11 +85,7 @@ void s1f_mapping_free(s1f_mapping *mapping)
 
 static s1f_status wait_for_place(arena_end *arena, uint64_t position, int64_t sequence)
 {
-    s1f_wait_reason reason = {.peer_rank = arena->head.peer_rank,
-                              .hangup_fd = arena->hangup_fd,
-                              .purpose = "waiting for a free place for",
-                              .edge = arena->head.text,
-                              .sequence = sequence};
+    s1f_wait_reason reason = s1f_edge_reason(&arena->head, "waiting for a free place for", sequence);
     return s1f_group_wait(arena->head.group, &arena->control->granted, position, &reason);
 }
 
@@ -180,11 +175,7 @@ static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place,
     if (!end->is_receiver || sequence < 0 || sequence >= arena->posted || place < 0 || place >= arena->num_places)
         return s1f_fail(S1F_ERR_STATE, "waited for in place %d of %d without having been posted", (int)place,
                         (int)arena->num_places);
-    s1f_wait_reason reason = {.peer_rank = end->peer_rank,
-                              .hangup_fd = arena->hangup_fd,
-                              .purpose = "waiting for",
-                              .edge = end->text,
-                              .sequence = sequence};
+    s1f_wait_reason reason = s1f_edge_reason(end, "waiting for", sequence);
     S1F_TRY(s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason));
     *message = (const s1f_message *)place_memory(arena, place);
     *payload = place_memory(arena, place) + S1F_HEADER_BYTES;
@@ -238,11 +229,6 @@ s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence)
     return wait_for_place(arena, position_of(arena, sequence + 1), sequence);
 }
 
-int s1f_arena_hangup_fd(const s1f_edge_end *end)
-{
-    return ((const arena_end *)end)->hangup_fd;
-}
-
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end)
 {
     return &((arena_end *)end)->control->num_open;
@@ -286,10 +272,10 @@ s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, c
     arena->head.group = group;
     arena->head.peer_rank = peer_rank;
     arena->head.is_receiver = is_receiver;
+    arena->head.hangup_fd = -1;
     strncpy(arena->head.text, text, sizeof arena->head.text - 1);
     arena->control = memory;
     arena->bytes = bytes;
-    arena->hangup_fd = -1;
     arena->relay = relay;
     arena->context = context;
     *out = &arena->head;
@@ -301,6 +287,6 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, i
 {
     s1f_status status = s1f_relay_end_create(group, memory, bytes, NULL, NULL, peer_rank, is_receiver, text, out);
     if (status == S1F_OK)
-        ((arena_end *)*out)->hangup_fd = hangup_fd;
+        (*out)->hangup_fd = hangup_fd;
     return status;
 }

@@ -31,7 +31,6 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, i
  * sent. */
 void *s1f_arena_place(s1f_edge_end *end, int32_t place);
 s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence);
-int s1f_arena_hangup_fd(const s1f_edge_end *end);
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the receiver's memories that it has open */
 
 /* Moves messages between two arenas that are not shared, each private to its end. Called by the thread of the end,
