@@ -11,11 +11,14 @@
 
 S1F_METHOD(s1f_status, bind_torch, s1f_path, path)
 {
-    s1f_status status = s1f_torch_bind(path.text);
-    if (status == S1F_OK)
+    static bool is_done; /* the GIL is its lock */
+    s1f_status status = is_done ? S1F_OK : s1f_torch_bind(path.text);
+    if (status == S1F_OK && !is_done)
         status = s1f_ops_register();
-    if (status == S1F_OK)
+    if (status == S1F_OK) {
+        is_done = true;
         return S1F_OK;
+    }
     PyErr_SetString(PyExc_ImportError, s1f_last_error());
     return S1F_ERR_PYTHON;
 }

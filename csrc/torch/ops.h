@@ -21,7 +21,7 @@
 
 #include "../core/status.h"
 
-/* Registers the ops with the torch that is bound (s1f_torch_bind). Again is fine. Hold the GIL: the call's lock. */
+/* Registers the ops with the torch that is bound (s1f_torch_bind); once per process. */
 s1f_status s1f_ops_register(void);
 
 #endif
