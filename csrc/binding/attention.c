@@ -41,17 +41,6 @@ S1F_METHOD(PyObject *, take_op_failure)
 
 /* -- current unit ---------------------------------------------------------------------------------------------- */
 
-S1F_METHOD(bool, in_step)
-{
-    return s1f_current_unit_get() != NULL;
-}
-
-S1F_METHOD(int64_t, token_offset)
-{
-    const s1f_current_unit *unit = s1f_current_unit_get();
-    return unit != NULL ? unit->offset : 0;
-}
-
 S1F_METHOD(int64_t, token_position, int64_t, index)
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
@@ -128,8 +117,6 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_ROW(take_op_failure,
             "-> Exception | None: of the op that failed last on this thread, once; torch has made a RuntimeError of "
             "it."),
-    S1F_ROW(in_step, "Whether a unit runs now, on this thread or in this process."),
-    S1F_ROW(token_offset, "First token of the current segment, 0 outside a step."),
     S1F_ROW(token_position, "Position along its path of a token of the current segment; its number outside a step."),
     S1F_ROW(
         key_ranges,
