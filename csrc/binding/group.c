@@ -61,7 +61,6 @@ S1F_METHOD(s1f_status, group_set_limits, s1f_group *, group, double, timeout_s, 
 
 S1F_CORE_VOID(void, group_begin_step, s1f_group *, group, int64_t, step)
 S1F_CORE_VOID(void, group_enter, s1f_group *, group, int64_t, step)
-S1F_CORE_VOID(void, group_end_step, s1f_group *, group)
 S1F_CORE_WAITS(s1f_status, group_finish_step, s1f_group *, group, int32_t, last_rank, int32_t, hangup_fd)
 
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
@@ -86,24 +85,11 @@ S1F_METHOD(PyObject *, group_get_progress, s1f_group *, group, int32_t, rank)
     return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
 }
 
-/* Texts that are too long are cut. */
-static s1f_failure failure_of(int32_t rank, int64_t step, const char *text, const char *unit, const char *edge)
-{
-    s1f_failure failure = {.rank = rank, .step = step};
-    strncpy(failure.text, text, sizeof failure.text - 1);
-    strncpy(failure.unit, unit, sizeof failure.unit - 1);
-    strncpy(failure.edge, edge, sizeof failure.edge - 1);
-    return failure;
-}
-
 S1F_METHOD(s1f_status, group_fail, s1f_group *, group, int32_t, rank, const char *, text, const char *, unit,
            const char *, edge, int64_t, step)
 {
-    s1f_failure failure = failure_of(rank, step, text, unit, edge);
-    if (unit[0] == '\0' && edge[0] == '\0' && step == 0)
-        s1f_group_fail(group, rank, text);
-    else
-        s1f_group_fail_with(group, &failure);
+    s1f_failure failure = s1f_failure_of(rank, text, unit, edge, step);
+    s1f_group_fail_with(group, &failure);
     return S1F_OK;
 }
 
@@ -126,7 +112,7 @@ S1F_METHOD(PyObject *, group_failure, s1f_group *, group)
 S1F_METHOD(s1f_status, group_leave, s1f_group *, group, int64_t, step, int32_t, rank, const char *, text, const char *,
            unit, const char *, edge)
 {
-    s1f_failure failure = failure_of(rank, 0, text, unit, edge);
+    s1f_failure failure = s1f_failure_of(rank, text, unit, edge, 0);
     s1f_group_leave(group, step, &failure);
     return S1F_OK;
 }
@@ -179,9 +165,8 @@ PyMethodDef s1f_group_methods[] = {
     S1F_ROW(group_block_bytes, "Size of the block that the ranks share."),
     S1F_ROW(group_create, "One rank's view of a block, and of what ranks of its host share beside it, or None."),
     S1F_ROW(group_set_limits, "Longest silence of a peer; how long to spin before sleeping."),
-    S1F_ROW(group_enter, "Comes to a step, which may not begin."),
+    S1F_ROW(group_enter, "Comes to a step, which may not begin, or has left the one before well."),
     S1F_ROW(group_begin_step, "Begins a step."),
-    S1F_ROW(group_end_step, "Leaves the step, which went well."),
     S1F_ROW(group_finish_step, "Waits until that rank's units are done as well."),
     S1F_ROW(group_is_spoiled, "Whether what this rank received in its step may be worth nothing."),
     S1F_ROW(group_progress, "Says what this rank does now."),

@@ -131,9 +131,6 @@ void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, int32_t is_peers
     s1f_group *group = end->watchdog->group;
     s1f_failure failure = {.rank = is_peers ? end->head.peer_rank : s1f_group_rank(group)};
     char unit[sizeof failure.unit], message[sizeof unit + 32] = "";
-    int64_t age_ns;
-    int32_t waits_for;
-    s1f_group_get_progress(group, failure.rank, failure.unit, &age_ns, &waits_for);
     if (sequence >= 0) {
         s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
         snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, unit);

@@ -100,11 +100,6 @@ void s1f_group_begin_step(s1f_group *group, int64_t step)
     s1f_group_progress(group, what);
 }
 
-void s1f_group_end_step(s1f_group *group)
-{
-    group->turn = group->step + 1;
-}
-
 s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd)
 {
     uint64_t step = (uint64_t)group->step;
@@ -195,37 +190,33 @@ int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
 {
     failure_block *block = group->failure;
     uint32_t none = FAILURE_NONE;
+    int64_t age_ns;
+    int32_t waiting_for;
     int is_first = atomic_compare_exchange_strong(&block->failed, &none, FAILURE_BEING_WRITTEN);
-    if (is_first)
+    if (is_first) {
         block->failure = *failure;
+        if (failure->step == 0 && failure->unit[0] == '\0' && failure->rank >= 0 && failure->rank < group->num_ranks)
+            s1f_group_get_progress(group, failure->rank, block->failure.unit, &age_ns, &waiting_for);
+    }
     end_from(block, failure->step > 0 ? failure->step : group->turn);
     if (is_first)
         atomic_store_explicit(&block->failed, FAILURE_STANDS, memory_order_release);
     return is_first;
 }
 
-/* %.*s: the compiler knows that it fits */
-static void copy_text(char *out, size_t bytes, const char *text)
+s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge, int64_t step)
 {
-    snprintf(out, bytes, "%.*s", (int)bytes - 1, text);
-}
-
-/* Returns 0 if another failure came first. */
-static int fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
-{
-    s1f_failure failure = {.rank = rank};
-    int64_t age_ns;
-    int32_t waiting_for;
-    if (rank >= 0 && rank < group->num_ranks)
-        s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
-    copy_text(failure.edge, sizeof failure.edge, edge);
-    copy_text(failure.text, sizeof failure.text, text);
-    return s1f_group_fail_with(group, &failure);
+    s1f_failure failure = {.rank = rank, .step = step};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge, sizeof failure.edge - 1);
+    return failure;
 }
 
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
 {
-    fail_on_edge(group, rank, "", text);
+    s1f_failure failure = s1f_failure_of(rank, text, "", "", 0);
+    s1f_group_fail_with(group, &failure);
 }
 
 int s1f_group_has_failed(const s1f_group *group)
@@ -378,7 +369,8 @@ static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {
-    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && s1f_group_has_failed(group))
+    s1f_failure failure = s1f_failure_of(rank, text, "", reason->edge, 0);
+    if (!s1f_group_fail_with(group, &failure) && !reason->recovering && s1f_group_has_failed(group))
         return s1f_group_check(group);
     return s1f_fail(status, "%s", text);
 }

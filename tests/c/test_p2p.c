@@ -340,13 +340,13 @@ static void test_failure_of_a_later_step(void)
     s1f_failure failure;
     for (int32_t rank = 0; rank < 3; rank++)
         s1f_group_begin_step(p.groups[rank], 7);
-    s1f_group_end_step(p.groups[0]);
+    s1f_group_enter(p.groups[0], 8);
     s1f_group_fail(p.groups[0], 0, "ValueError: no such token");
     CHECK_STATUS(s1f_group_check(p.groups[0]), S1F_ERR_PEER, "no such token");
     CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_OK, "");
     s1f_group_failure(p.groups[1], &failure);
     CHECK(failure.rank == -1 && !s1f_group_has_failed(p.groups[1]));
-    s1f_group_end_step(p.groups[1]);
+    s1f_group_enter(p.groups[1], 8);
     CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
     s1f_group_failure(p.groups[1], &failure);
     CHECK(failure.rank == 0 && failure.step == 8 && s1f_group_has_failed(p.groups[1]));
@@ -449,7 +449,7 @@ static void test_gather_of_a_step_that_another_has_left(void)
     while (!atomic_load(&late->stops))
         sleep_ms(1);
     gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1");
-    s1f_group_end_step(late->groups[0]);
+    s1f_group_enter(late->groups[0], 2);
     s1f_group_begin_step(late->groups[0], 2);
     leave(late->groups[0], 2, 0);
     pthread_create(&meeting, NULL, meet_in_step_3, late);
@@ -458,7 +458,7 @@ static void test_gather_of_a_step_that_another_has_left(void)
     pthread_join(gathering, NULL);
     CHECK(late->status == S1F_OK);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_OK, "");
-    s1f_group_end_step(late->groups[1]);
+    s1f_group_enter(late->groups[1], 2);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
     leave(late->groups[1], 2, 0);
     s1f_group_enter(late->groups[1], 3);
@@ -553,7 +553,7 @@ static void test_gather_that_another_skips(void)
     int32_t bytes[2];
     pthread_t gathering;
     for (int32_t rank = 0; rank < 2; rank++)
-        s1f_group_end_step(late->groups[rank]);
+        s1f_group_enter(late->groups[rank], 2);
     pthread_create(&gathering, NULL, gather_late, late);
     while (!atomic_load(&late->stops))
         sleep_ms(1);
