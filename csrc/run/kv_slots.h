@@ -44,6 +44,7 @@ typedef struct {          /* zeros: before the first step */
     int64_t serial;       /* a counter; never reset, so no tag of the past is met again */
     int32_t num_segments; /* segments of the longest micro-batch of the step */
     s1f_stage_state *stages;
+    s1f_unit running; /* has begun, and is not finished; a pass below 0: none has */
 } s1f_kv_slots;
 
 /* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. The last returns is_tree of s1f_slot_state. The program
