@@ -33,8 +33,8 @@ typedef struct {
     arena_control *control;
     int64_t bytes, stride; /* of the arena; of one place */
     int32_t num_places;    /* NO_PLACES before the first step */
-    int64_t posted, sent;   /* messages of this step */
-    const s1f_relay *relay; /* NULL: both ends map the arena */
+    int64_t posted, sent;  /* messages of this step */
+    s1f_relay *relay;      /* NULL: both ends map the arena */
     void *context;
     uint64_t *busy_until; /* sender with a relay, per place: position from which it may be written again */
 } arena_end;
@@ -128,9 +128,10 @@ static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
     if (num_places != arena->num_places)
         S1F_TRY(set_places(arena, num_places));
     arena->posted = arena->sent = 0;
-    return arena->relay == NULL
-               ? S1F_OK
-               : arena->relay->begin_step(arena->context, s1f_group_step(end->group), arena->stride - S1F_HEADER_BYTES);
+    if (arena->relay == NULL)
+        return S1F_OK;
+    return arena->relay(arena->context, "begin_step", s1f_group_step(end->group), NULL,
+                        arena->stride - S1F_HEADER_BYTES);
 }
 
 static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_t sequence, int64_t next, int32_t place)
@@ -156,7 +157,7 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
 #endif
     arena->posted++;
     if (arena->relay != NULL)
-        return arena->relay->post(arena->context, sequence, place_memory(arena, place));
+        return arena->relay(arena->context, "post", sequence, place_memory(arena, place), 0);
     s1f_signal_raise(&arena->control->granted, position_of(arena, arena->posted));
     return S1F_OK;
 }
@@ -212,7 +213,7 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
     arena->sent++;
     if (arena->relay != NULL) {
         arena->busy_until[place] = position;
-        return arena->relay->send(arena->context, sequence, place_memory(arena, place), payload_bytes);
+        return arena->relay(arena->context, "send", sequence, place_memory(arena, place), payload_bytes);
     }
     s1f_signal_raise(&arena->control->sent, position);
     return S1F_OK;
@@ -259,7 +260,7 @@ static const s1f_transport arena_transport = {
 
 /* -- creation ---------------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
+s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, s1f_relay *relay, void *context,
                                 int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out)
 {
     if (bytes < 2 * PAGE_BYTES)

@@ -76,7 +76,7 @@ struct s1f_edge_end { /* head of every transport's own struct */
     s1f_group *group; /* borrowed */
     int32_t peer_rank;
     int32_t is_receiver;
-    int hangup_fd; /* a socket that hangs up when the peer dies (borrowed), or -1 */
+    int hangup_fd;                  /* a socket that hangs up when the peer dies (borrowed), or -1 */
     char text[S1F_EDGE_TEXT_BYTES]; /* "activations of stage 0 to 1": for messages */
 };
 

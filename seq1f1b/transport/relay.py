@@ -85,11 +85,11 @@ class C10dRelay:
 
     # called by the arena
 
-    def begin_step(self, step: int, most_payload: int) -> None:
+    def begin_step(self, step: int, _place: int, most_payload: int) -> None:
         known = self._TRAINING if self._group.training else self._EVALUATING
         self._beginner.put(functools.partial(self._begin_step, step, known, most_payload))
 
-    def post(self, sequence: int, place: int) -> None:
+    def post(self, sequence: int, place: int, _payload_bytes: int) -> None:
         self._beginner.put(functools.partial(self._begin, self._begin_receive, sequence, place))
 
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:

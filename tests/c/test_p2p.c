@@ -239,6 +239,11 @@ static void test_mistakes(void)
     free_pipeline(&p);
 }
 
+static s1f_status no_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes)
+{
+    return s1f_fail(S1F_ERR_STATE, "%p %s %lld %p %lld", context, event, (long long)number, place, (long long)bytes);
+}
+
 static void test_failing_allocations(void)
 {
     char block[1 << 15] __attribute__((aligned(64))) = {0};
@@ -260,7 +265,7 @@ static void test_failing_allocations(void)
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
     CHECK(end == NULL && fail_allocation(-1) == 1);
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
-    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, &(s1f_relay){0}, NULL, 1, 0, EDGE, &end), S1F_OK, "");
+    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, no_relay, NULL, 1, 0, EDGE, &end), S1F_OK, "");
     fail_allocation(0);
     CHECK_STATUS(s1f_p2p_begin_step(end, 3), S1F_ERR_MEMORY, "3 places");
     CHECK(fail_allocation(-1) == 1);
