@@ -5,7 +5,6 @@
 #include "../../kernels/rate.h"
 #include "../run/current_unit.h"
 #include "../run/kv_cache.h"
-#include "../torch/op_call.h"
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 
@@ -86,9 +85,8 @@ S1F_METHOD(PyObject *, kv_cache_layers, s1f_kv_cache *, cache)
 {
     PyObject *list = PyList_New(0);
     int32_t stage = 0;
-    int64_t layer = 0;
     s1f_layer_shape shape;
-    for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &layer, &shape); i++) {
+    for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &shape); i++) {
         int64_t numbers = shape.batch * shape.kv_heads * (shape.head_dim + shape.v_head_dim);
         int64_t of_documents = shape.with_docs ? shape.batch * (int64_t)sizeof(int32_t) : 0;
         PyObject *item =

@@ -128,11 +128,6 @@ double s1f_op_float(StableIValue value)
     return number;
 }
 
-int64_t s1f_op_int(StableIValue value)
-{
-    return (int64_t)value;
-}
-
 s1f_status s1f_op_require(int condition, const char *name, const s1f_op_tensor *t, const char *rule)
 {
     if (condition)

@@ -1,8 +1,6 @@
 /* ops.c - registers the ops with torch's dispatcher. */
 #include "ops.h"
 
-#include "op_table.h"
-
 #include <stddef.h>
 
 #define S1F_BOXED(name, num_tensors, num_outputs, any_device, schema)                                                  \
