@@ -127,35 +127,27 @@ S1F_CORE_VOID(void, group_clear, s1f_group *, group)
 
 /* -- gather -------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    char *data;
-    int32_t *bytes;
-} gathered;
-
-static PyObject *gathered_item(const void *context, int64_t rank)
-{
-    const gathered *g = context;
-    return PyBytes_FromStringAndSize(g->data + rank * S1F_GATHER_BYTES, g->bytes[rank]);
-}
-
 S1F_METHOD(PyObject *, group_gather, s1f_group *, group, int64_t, epoch, int64_t, round, bool, recovering, s1f_bytes,
            data, s1f_int32s, hangup_fds)
 {
     int64_t count = hangup_fds.count;
-    gathered g = {.data = malloc((size_t)count * S1F_GATHER_BYTES + 1),
-                  .bytes = calloc((size_t)count + 1, sizeof *g.bytes)};
-    PyObject *result = NULL;
-    if (g.data == NULL || g.bytes == NULL) {
-        PyErr_NoMemory();
-    } else {
-        s1f_status status;
-        int32_t length = data.count > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)data.count;
+    char *theirs = malloc((size_t)count * S1F_GATHER_BYTES + 1);
+    int32_t *lengths = calloc((size_t)count + 1, sizeof *lengths);
+    int32_t length = data.count > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)data.count;
+    s1f_status status;
+    if (theirs == NULL || lengths == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for what %lld ranks give", (long long)count);
+    else
         S1F_WITHOUT_GIL(status = s1f_group_gather(group, (uint32_t)epoch, (uint32_t)round, recovering, data.values,
-                                                  length, hangup_fds.values, g.data, g.bytes));
-        result = status == S1F_OK ? s1f_list_of(count, gathered_item, &g) : s1f_raise(status);
+                                                  length, hangup_fds.values, theirs, lengths));
+    PyObject *result = status == S1F_OK ? PyList_New((Py_ssize_t)count) : s1f_raise(status);
+    for (int64_t rank = 0; result != NULL && rank < count; rank++) {
+        PyObject *bytes = PyBytes_FromStringAndSize(theirs + rank * S1F_GATHER_BYTES, lengths[rank]);
+        if (bytes == NULL || PyList_SetItem(result, (Py_ssize_t)rank, bytes) < 0)
+            Py_CLEAR(result);
     }
-    free(g.bytes);
-    free(g.data);
+    free(lengths);
+    free(theirs);
     return result;
 }
 
