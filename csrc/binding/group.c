@@ -5,15 +5,7 @@
 #include "../run/group.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
-
-/* Called while waiting, without the GIL. */
-static s1f_status check_signals(void *context)
-{
-    (void)context;
-    return s1f_check_signals();
-}
 
 /* -- mappings and groups ------------------------------------------------------------------------------------------- */
 
@@ -45,7 +37,7 @@ S1F_METHOD(PyObject *, group_create, s1f_mapping *, mapping, int32_t, num_ranks,
         status = s1f_fail(S1F_ERR_ARG, "what ranks of a host share needs %d bytes, the mapping has %lld",
                           (int)sizeof(s1f_spoiled), (long long)spoiled->bytes);
     if (status == S1F_OK)
-        status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
+        status = s1f_group_create(mapping->memory, num_ranks, rank, &group);
     if (status == S1F_OK && spoiled != NULL)
         s1f_group_share_spoiled(group, spoiled->memory);
     return s1f_new_group(status, group, arguments);

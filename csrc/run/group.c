@@ -44,8 +44,7 @@ size_t s1f_group_block_bytes(int32_t num_ranks)
     return FAILURE_BLOCK_BYTES + (size_t)num_ranks * (sizeof(progress_row) + sizeof(mailbox));
 }
 
-s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
-                            void *context, s1f_group **out)
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_group **out)
 {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
         return s1f_fail(S1F_ERR_ARG, "rank %d of %d ranks", (int)rank, (int)num_ranks);
@@ -64,8 +63,6 @@ s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_st
     group->turn = 1;
     group->timeout_ns = INT64_C(300) * 1000000000;
     group->spin_ns = 20 * 1000;
-    group->interrupted = interrupted;
-    group->context = context;
     *out = group;
     return S1F_OK;
 }
@@ -494,8 +491,8 @@ static s1f_status sleep_until(s1f_group *group, const awaited *what, const s1f_w
             continue;
         looked = now;
         S1F_TRY(look_around(group, what, reason, now - start));
-        if (group->interrupted != NULL && (handler_ran || now - asked >= INTERRUPT_NS)) {
-            S1F_TRY(group->interrupted(group->context));
+        if (handler_ran || now - asked >= INTERRUPT_NS) {
+            S1F_TRY(s1f_check_interrupted());
             asked = now;
         }
     }

@@ -26,10 +26,9 @@ enum {
 size_t s1f_group_block_bytes(int32_t num_ranks);
 /* One rank's view of a block (borrowed, must outlive the group): memory of this process for threads and for ranks on
  * several hosts (a watcher thread then copies what others publish), shared memory for processes of one host.
- * interrupted: called about ten times a second while waiting, returns S1F_OK to go on (signals); may be NULL.
+ * While it waits it asks s1f_check_interrupted about ten times a second.
  * A group is used by one thread, except set_progress, fail and check, which a watcher may call beside it. */
-s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
-                            void *context, s1f_group **out);
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_group **out);
 void s1f_group_free(s1f_group *group); /* NULL is fine */
 /* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
  * At first 300 s and 20 us. */

@@ -48,7 +48,7 @@ static pipeline make_pipeline(int32_t num_ranks)
     made.block = aligned_alloc(64, block_bytes);
     memset(made.block, 0, block_bytes);
     for (int32_t rank = 0; rank < num_ranks; rank++) {
-        CHECK(s1f_group_create(made.block, num_ranks, rank, NULL, NULL, &made.groups[rank]) == S1F_OK);
+        CHECK(s1f_group_create(made.block, num_ranks, rank, &made.groups[rank]) == S1F_OK);
         s1f_group_set_limits(made.groups[rank], 30 * SECOND, 0);
     }
     if (num_ranks > 1) {
@@ -251,10 +251,10 @@ static void test_failing_allocations(void)
     s1f_mapping *mapping = NULL;
     s1f_edge_end *end = NULL;
     fail_allocation(0);
-    CHECK_STATUS(s1f_group_create(block, 1, 0, NULL, NULL, &group), S1F_ERR_MEMORY, "group of rank 0");
+    CHECK_STATUS(s1f_group_create(block, 1, 0, &group), S1F_ERR_MEMORY, "group of rank 0");
     CHECK(group == NULL && fail_allocation(-1) == 1);
-    CHECK_STATUS(s1f_group_create(block, 1, 1, NULL, NULL, &group), S1F_ERR_ARG, "rank 1 of 1");
-    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, NULL, NULL, &group), S1F_ERR_ARG, "multiple of 64");
+    CHECK_STATUS(s1f_group_create(block, 1, 1, &group), S1F_ERR_ARG, "rank 1 of 1");
+    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, &group), S1F_ERR_ARG, "multiple of 64");
     int fd = memfd_create("test_p2p", MFD_CLOEXEC);
     CHECK(ftruncate(fd, 1 << 20) == 0);
     fail_allocation(0);
@@ -379,11 +379,14 @@ typedef struct {
     s1f_status status; /* with which it ends */
 } late_rank;
 
-static s1f_status stop(void *context)
+static _Thread_local late_rank *late_here; /* on the thread of rank 1's gather */
+
+static s1f_status stop(void)
 {
-    late_rank *late = context;
-    atomic_store(&late->stops, 1);
-    while (!atomic_load(&late->may_go))
+    if (late_here == NULL)
+        return S1F_OK;
+    atomic_store(&late_here->stops, 1);
+    while (!atomic_load(&late_here->may_go))
         sleep_ms(1);
     return S1F_OK;
 }
@@ -400,7 +403,7 @@ static void gather_ok(s1f_group *group, uint32_t epoch, uint32_t round, int32_t 
 
 static void *gather_late(void *context)
 {
-    late_rank *late = context;
+    late_rank *late = late_here = context;
     char out[2 * S1F_GATHER_BYTES];
     int32_t bytes[2];
     late->status = s1f_group_gather(late->groups[1], late->epoch, 0, late->recovering, "of 1", 4, NULL, out, bytes);
@@ -420,10 +423,11 @@ static void *meet_in_step_3(void *context)
 static late_rank *make_late_rank(void)
 {
     late_rank *late = calloc(1, sizeof *late);
+    s1f_interrupted = stop;
     late->block = aligned_alloc(64, s1f_group_block_bytes(2));
     memset(late->block, 0, s1f_group_block_bytes(2));
     for (int32_t rank = 0; rank < 2; rank++) {
-        CHECK(s1f_group_create(late->block, 2, rank, rank == 1 ? stop : NULL, late, &late->groups[rank]) == S1F_OK);
+        CHECK(s1f_group_create(late->block, 2, rank, &late->groups[rank]) == S1F_OK);
         s1f_group_set_limits(late->groups[rank], 30 * SECOND, 0);
         s1f_group_begin_step(late->groups[rank], 1);
     }
@@ -434,6 +438,7 @@ static void free_late_rank(late_rank *late)
 {
     s1f_group_free(late->groups[0]);
     s1f_group_free(late->groups[1]);
+    s1f_interrupted = NULL;
     free(late->block);
     free(late);
 }

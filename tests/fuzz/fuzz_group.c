@@ -78,7 +78,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     memset(block, 0, block_bytes);
     s1f_group *groups[NUM_RANKS];
     for (int32_t rank = 0; rank < NUM_RANKS; rank++) {
-        REQUIRE(s1f_group_create(block, NUM_RANKS, rank, NULL, NULL, &groups[rank]) == S1F_OK);
+        REQUIRE(s1f_group_create(block, NUM_RANKS, rank, &groups[rank]) == S1F_OK);
         s1f_group_set_limits(groups[rank], 0, 0);
         s1f_group_begin_step(groups[rank], 1);
     }
