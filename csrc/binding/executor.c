@@ -262,6 +262,13 @@ S1F_METHOD(PyObject *, executor_last_unit, s1f_walker *, walker)
     return s1f_unit_tuple(s1f_executor_last_unit(walker->executor));
 }
 
+static PyObject *fill_item(const void *fills, int64_t i)
+{
+    const s1f_fill *fill = (const s1f_fill *)fills + i;
+    return Py_BuildValue("(NLL)", s1f_unit_tuple(fill->unit), (long long)fill->span.start_ns,
+                         (long long)fill->span.end_ns);
+}
+
 S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
 {
     int64_t count; /* a span for each instruction */
@@ -274,21 +281,8 @@ S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(list);
     }
-    return list;
-}
-
-static PyObject *fill_item(const void *fills, int64_t i)
-{
-    const s1f_fill *fill = (const s1f_fill *)fills + i;
-    return Py_BuildValue("(NLL)", s1f_unit_tuple(fill->unit), (long long)fill->span.start_ns,
-                         (long long)fill->span.end_ns);
-}
-
-S1F_METHOD(PyObject *, executor_fills, s1f_walker *, walker)
-{
-    int64_t count;
     const s1f_fill *fills = s1f_executor_fills(walker->executor, &count);
-    return s1f_list_of(count, fill_item, fills);
+    return Py_BuildValue("(NN)", list, s1f_list_of(count, fill_item, fills));
 }
 
 S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, stage)
@@ -316,11 +310,9 @@ PyMethodDef s1f_executor_methods[] = {
     S1F_ROW(executor_settle,
             "-> bool: whether units ran on a GPU: waits for the end of the last step there, and makes its times those "
             "of the GPU."),
-    S1F_ROW(executor_fills,
-            "-> list[tuple[_Unit, int, int]]: unit, start and end in ns of the parts of W that ran in waits of the "
-            "last step."),
     S1F_ROW(executor_last_unit, "-> _Unit: that the last step ended at."),
     S1F_ROW(executor_timeline,
-            "-> list[tuple[int, _Unit, int, int]]: opcode, unit, start and end in ns of the last step's instructions."),
+            "-> tuple[list[tuple[int, _Unit, int, int]], list[tuple[_Unit, int, int]]]: opcode, unit, start and end in "
+            "ns of the last step's instructions; unit, start and end of the parts of W that ran in waits."),
     S1F_ROW(executor_stage_measure, "-> tuple[int, int]: peak live units, peak live tokens of the last step."),
     {NULL, NULL, 0, NULL}};
