@@ -70,11 +70,9 @@ S1F_METHOD(s1f_status, group_set_progress, s1f_group *, group, int32_t, rank, co
 
 S1F_METHOD(PyObject *, group_get_progress, s1f_group *, group, int32_t, rank)
 {
-    char what[S1F_WHAT_BYTES];
-    int64_t age_ns;
-    int32_t waiting_for;
-    s1f_group_get_progress(group, rank, what, &age_ns, &waiting_for);
-    return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
+    s1f_progress found = s1f_group_get_progress(group, rank);
+    double seconds = found.age_ns < 0 ? -1.0 : (double)found.age_ns * 1e-9;
+    return Py_BuildValue("(sdi)", found.what, seconds, (int)found.waiting_for);
 }
 
 S1F_METHOD(s1f_status, group_fail, s1f_group *, group, int32_t, rank, const char *, text, const char *, unit,

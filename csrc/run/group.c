@@ -149,8 +149,7 @@ void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, in
     atomic_store_explicit(&group->rows[rank].waiting_for, peer, memory_order_relaxed);
 }
 
-void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
-                            int32_t *waiting_for)
+s1f_progress s1f_group_get_progress(const s1f_group *group, int32_t rank)
 {
     enum { TRIES = 1000 }; /* a rank killed while it writes leaves the version odd: then take what is there */
     progress_row *row = &group->rows[rank];
@@ -165,12 +164,14 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
         if (version % 2 == 0 && atomic_load_explicit(&row->version, memory_order_relaxed) == version)
             break;
     }
-    memcpy(what, words, S1F_WHAT_BYTES);
-    what[S1F_WHAT_BYTES - 1] = '\0';
-    if (time_ns == 0 || __builtin_sub_overflow(s1f_now_ns(), time_ns, age_ns) || *age_ns < 0)
-        *age_ns = -1; /* a time that is still to come would let a peer be silent until then */
+    s1f_progress found;
+    memcpy(found.what, words, S1F_WHAT_BYTES);
+    found.what[S1F_WHAT_BYTES - 1] = '\0';
+    if (time_ns == 0 || __builtin_sub_overflow(s1f_now_ns(), time_ns, &found.age_ns) || found.age_ns < 0)
+        found.age_ns = -1; /* a time that is still to come would let a peer be silent until then */
     int32_t peer = atomic_load_explicit(&row->waiting_for, memory_order_relaxed);
-    *waiting_for = peer >= 1 && peer <= group->num_ranks ? peer - 1 : -1;
+    found.waiting_for = peer >= 1 && peer <= group->num_ranks ? peer - 1 : -1;
+    return found;
 }
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
@@ -187,13 +188,11 @@ int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
 {
     failure_block *block = group->failure;
     uint32_t none = FAILURE_NONE;
-    int64_t age_ns;
-    int32_t waiting_for;
     int is_first = atomic_compare_exchange_strong(&block->failed, &none, FAILURE_BEING_WRITTEN);
     if (is_first) {
         block->failure = *failure;
         if (failure->step == 0 && failure->unit[0] == '\0' && failure->rank >= 0 && failure->rank < group->num_ranks)
-            s1f_group_get_progress(group, failure->rank, block->failure.unit, &age_ns, &waiting_for);
+            memcpy(block->failure.unit, s1f_group_get_progress(group, failure->rank).what, S1F_WHAT_BYTES);
     }
     end_from(block, failure->step > 0 ? failure->step : group->turn);
     if (is_first)
@@ -374,14 +373,13 @@ static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f
 
 static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
 {
-    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
-    int64_t age_ns;
-    int32_t rank = reason->peer_rank, waits_for;
+    char waiting[S1F_WHAT_BYTES * 4], text[S1F_FAILURE_BYTES];
+    int32_t rank = reason->peer_rank;
+    s1f_progress last = s1f_group_get_progress(group, rank);
     describe(reason, waiting, sizeof waiting);
-    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, age_ns < 0 ? "" : ", last seen in ", what,
-             waiting);
-    if (strcmp(what, "close()") == 0)
+    snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, last.age_ns < 0 ? "" : ", last seen in ",
+             last.what, waiting);
+    if (strcmp(last.what, "close()") == 0)
         snprintf(text, sizeof text,
                  "the script of rank %d has ended, or closed its engine (%s): did its data end earlier?", (int)rank,
                  waiting);
@@ -393,36 +391,34 @@ static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
  * wait in turn for one that compiles are not stuck themselves. */
 static int32_t follow_waits(const s1f_group *group, int32_t peer, int64_t *latest_age_ns)
 {
-    char what[S1F_WHAT_BYTES];
-    int32_t rank = peer, next;
+    int32_t rank = peer;
     *latest_age_ns = INT64_MAX;
     for (int32_t i = 0; i < group->num_ranks; i++) {
-        int64_t age_ns;
-        s1f_group_get_progress(group, rank, what, &age_ns, &next);
-        if (age_ns >= 0 && age_ns < *latest_age_ns)
-            *latest_age_ns = age_ns;
-        if (next < 0 || next >= group->num_ranks || next == group->rank)
+        s1f_progress found = s1f_group_get_progress(group, rank);
+        if (found.age_ns >= 0 && found.age_ns < *latest_age_ns)
+            *latest_age_ns = found.age_ns;
+        if (found.waiting_for < 0 || found.waiting_for == group->rank)
             break;
-        rank = next;
+        rank = found.waiting_for;
     }
     return rank;
 }
 
 static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, int64_t waited_ns)
 {
-    int64_t age_ns;
-    int32_t waits_for, rank;
+    int64_t latest_age_ns;
     if (waited_ns <= group->timeout_ns || reason->patient)
         return S1F_OK;
-    rank = follow_waits(group, reason->peer_rank, &age_ns);
-    if (age_ns <= group->timeout_ns)
+    int32_t rank = follow_waits(group, reason->peer_rank, &latest_age_ns);
+    if (latest_age_ns <= group->timeout_ns)
         return S1F_OK;
-    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
+    char waiting[S1F_WHAT_BYTES * 4], text[S1F_FAILURE_BYTES];
+    s1f_progress last = s1f_group_get_progress(group, rank);
     describe(reason, waiting, sizeof waiting);
-    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    double seconds = (double)(age_ns < 0 ? waited_ns : age_ns) * 1e-9;
+    double seconds = (double)(last.age_ns < 0 ? waited_ns : last.age_ns) * 1e-9;
     snprintf(text, sizeof text, "rank %d has %s%s for %.*f s (%s)", (int)rank,
-             age_ns < 0 ? "not entered a step" : "been in ", age_ns < 0 ? "" : what, seconds < 10, seconds, waiting);
+             last.age_ns < 0 ? "not entered a step" : "been in ", last.age_ns < 0 ? "" : last.what, seconds < 10,
+             seconds, waiting);
     return fail_wait(group, reason, S1F_ERR_TIMEOUT, rank, text);
 }
 

@@ -52,9 +52,12 @@ s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup
 void s1f_group_progress(s1f_group *group, const char *what);
 /* Sets another rank's progress, as learnt by a watcher. age_ns: how long ago it was; waiting_for: a rank or -1. */
 void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for);
-/* Reads what a rank does, for how long, and whom it waits for (-1: nobody). An age of -1: it never reported. */
-void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
-                            int32_t *waiting_for);
+typedef struct { /* what a rank does, for how long (-1: it never reported), and whom it waits for (-1: nobody) */
+    char what[S1F_WHAT_BYTES];
+    int64_t age_ns;
+    int32_t waiting_for;
+} s1f_progress;
+s1f_progress s1f_group_get_progress(const s1f_group *group, int32_t rank);
 
 /* Ends the step that this rank is in, on every rank: the first failure wins; waiters find it within 20 ms.
  *
