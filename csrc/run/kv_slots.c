@@ -84,8 +84,7 @@ static s1f_status begin_forward(s1f_kv_slots *slots, const s1f_current_unit *uni
                             (int)unit->kv_slot, (int)slot->microbatch);
         s1f_segment_state *segments = slot->segments;
         memset(segments, 0, (size_t)slots->num_segments * sizeof *segments);
-        *slot = (s1f_slot_state){
-            .microbatch = unit->unit.microbatch, .live = 1, .tag = slots->serial + 1, .segments = segments};
+        *slot = (s1f_slot_state){.microbatch = unit->unit.microbatch, .live = 1, .segments = segments};
     }
     slot->is_tree |=
         unit->parent != s - 1 || unit->num_children != (s + 1 < unit->num_segments) || unit->row != unit->offset;
@@ -128,13 +127,13 @@ static s1f_status check_children(const s1f_current_unit *unit, const s1f_slot_st
 static s1f_status begin_backward(const s1f_current_unit *unit, s1f_slot_state *slot, s1f_grad_slot_state *grads)
 {
     S1F_TRY(check_children(unit, slot));
-    if (grads->tag != 0 && grads->tag != slot->tag)
+    if (grads->tag != 0 && grads->tag != slot->segments[0].serial)
         return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", s1f_name_of(unit).text,
                         (int)unit->grad_slot, (int)grads->microbatch);
     if (grads->tag == 0 && slot->backwards > 0)
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold gradient slot %d", s1f_name_of(unit).text,
                         (int)slot->microbatch, (int)unit->grad_slot);
-    *grads = (s1f_grad_slot_state){slot->tag, slot->microbatch};
+    *grads = (s1f_grad_slot_state){slot->segments[0].serial, slot->microbatch};
     return S1F_OK;
 }
 

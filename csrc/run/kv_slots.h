@@ -23,12 +23,11 @@ typedef struct {
     int32_t live;                /* a backward of `microbatch` is still to come */
     int32_t forwards, backwards; /* units finished */
     int32_t is_tree;             /* some segment does not follow the segment before, or lies in other rows */
-    int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
     s1f_segment_state *segments; /* [num_segments] */
 } s1f_slot_state;
 
 typedef struct {
-    int64_t tag; /* tag of the s1f_slot_state whose gradients the slot takes, 0: free */
+    int64_t tag; /* serial of the F of segment 0 whose micro-batch's gradients the slot takes, 0: free */
     int32_t microbatch;
 } s1f_grad_slot_state;
 
