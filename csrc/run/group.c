@@ -439,15 +439,6 @@ s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
     return hung_up(reason->hangup_fd) ? fail_lost(group, reason) : S1F_OK;
 }
 
-/* The peer is in a later step than this rank, and has not come to the collective that this rank waits in. */
-static s1f_status fail_skipped(s1f_group *group, const s1f_wait_reason *reason, int64_t begun)
-{
-    char text[S1F_FAILURE_BYTES];
-    snprintf(text, sizeof text, "rank %d has begun step %lld without a collective that rank %d waits in",
-             (int)reason->peer_rank, (long long)begun, (int)group->rank);
-    return fail_wait(group, reason, S1F_ERR_PEER, reason->peer_rank, text);
-}
-
 static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
 {
     s1f_failure failure;
@@ -459,8 +450,12 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
     if (!reason->recovering)
         S1F_TRY(s1f_group_check(group));
     int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
-    if (!reason->recovering && begun > group->step && !is_over(what)) /* the peer may have given the message before */
-        return fail_skipped(group, reason, begun);
+    if (!reason->recovering && begun > group->step && !is_over(what)) { /* it may have given the message before */
+        char text[S1F_FAILURE_BYTES];
+        snprintf(text, sizeof text, "rank %d has begun step %lld without a collective that rank %d waits in",
+                 (int)reason->peer_rank, (long long)begun, (int)group->rank);
+        return fail_wait(group, reason, S1F_ERR_PEER, reason->peer_rank, text);
+    }
     if (hung_up(reason->hangup_fd)) /* messages that the peer sent before its end still count */
         return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);

@@ -114,8 +114,6 @@ static void torch_parallel(int64_t begin, int64_t end, int64_t grain, s1f_parall
 static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *cache, s1f_attention_context *context)
 {
     context->scratch_bytes = bytes;
-    if (bytes == 0)
-        return S1F_OK;
     if (cache != NULL)
         return s1f_kv_cache_scratch(cache, bytes, &context->scratch);
     s1f_op_tensor temporary = {0};
