@@ -264,19 +264,6 @@ static void free_unit(s1f_executor *executor, s1f_unit unit)
     executor->stages[unit.stage].live_tokens -= s1f_size_of(&executor->layout, unit);
 }
 
-static s1f_current_unit describe_unit(const s1f_executor *executor, const s1f_instruction *instruction)
-{
-    s1f_current_unit current = {
-        .unit = instruction->unit,
-        .kv_slot = instruction->kv_slot,
-        .grad_slot = instruction->grad_slot,
-        .training = executor->training,
-        .cache = executor->cache,
-    };
-    s1f_layout_describe(&executor->layout, &current);
-    return current;
-}
-
 static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
 {
     s1f_unit unit = instruction->unit;
@@ -284,7 +271,14 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
         return s1f_fail(S1F_ERR_ARG,
                         "stage %d runs first on its rank and knows no sequence length: inputs are needed there",
                         (int)unit.stage);
-    s1f_current_unit current = describe_unit(executor, instruction);
+    s1f_current_unit current = {
+        .unit = unit,
+        .kv_slot = instruction->kv_slot,
+        .grad_slot = instruction->grad_slot,
+        .training = executor->training,
+        .cache = executor->cache,
+    };
+    s1f_layout_describe(&executor->layout, &current);
     char text[48];
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
@@ -318,13 +312,6 @@ static s1f_status release_sent(s1f_executor *executor, int32_t edge)
     return status;
 }
 
-static s1f_status release_all_sent(s1f_executor *executor)
-{
-    for (int32_t i = 0; i < executor->num_edges; i++)
-        S1F_TRY(release_sent(executor, i));
-    return S1F_OK;
-}
-
 /* SENDs of the RUN at i. */
 static int32_t count_sends(const s1f_executor *executor, int64_t i)
 {
@@ -341,7 +328,9 @@ static s1f_status run(s1f_executor *executor, int64_t i)
         executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
-    return status == S1F_OK ? release_all_sent(executor) : status;
+    for (int32_t edge = 0; status == S1F_OK && edge < executor->num_edges; edge++)
+        status = release_sent(executor, edge);
+    return status;
 }
 
 static s1f_status send(s1f_executor *executor, const s1f_instruction *instruction)
