@@ -12,15 +12,6 @@
 
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
-S1F_METHOD(PyObject *, arena_end, s1f_group *, group, s1f_mapping *, mapping, int32_t, hangup_fd, int32_t, peer_rank,
-           bool, is_receiver, const char *, text)
-{
-    s1f_edge_end *end = NULL;
-    s1f_status status =
-        s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
-    return s1f_new_edge_end(status, end, arguments);
-}
-
 /* A relay in Python: context is an object with a method for each event. */
 static s1f_status python_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes)
 {
@@ -33,12 +24,14 @@ static s1f_status python_relay(void *context, const char *event, int64_t number,
     return status;
 }
 
-S1F_METHOD(PyObject *, relay_end, s1f_group *, group, s1f_mapping *, mapping, PyObject *, relay, int32_t, peer_rank,
-           bool, is_receiver, const char *, text)
+S1F_METHOD(PyObject *, arena_end, s1f_group *, group, s1f_mapping *, mapping, int32_t, hangup_fd, int32_t, peer_rank,
+           bool, is_receiver, const char *, text, PyObject *, relay)
 {
     s1f_edge_end *end = NULL;
-    s1f_status status = s1f_relay_end_create(group, mapping->memory, mapping->bytes, python_relay, relay, peer_rank,
-                                             is_receiver, text, &end);
+    s1f_status status =
+        s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
+    if (status == S1F_OK && relay != Py_None)
+        s1f_arena_use_relay(end, python_relay, relay);
     return s1f_new_edge_end(status, end, arguments);
 }
 
@@ -131,8 +124,7 @@ S1F_METHOD(PyObject *, place_tensor_capsule, PyObject *, owner, void *, address,
 }
 
 PyMethodDef s1f_edge_methods[] = {
-    S1F_ROW(arena_end, "An end of an edge that both ranks map."),
-    S1F_ROW(relay_end, "An end whose messages a Python object moves."),
+    S1F_ROW(arena_end, "An end of an edge that both ranks map, or whose messages a Python object moves."),
     S1F_ROW(relay_done, "A message has come, or has gone."),
     S1F_ROW(relay_flush, "Waits until every message has gone."),
     S1F_ROW(message_head,

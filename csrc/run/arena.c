@@ -260,8 +260,8 @@ static const s1f_transport arena_transport = {
 
 /* -- creation ---------------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, s1f_relay *relay, void *context,
-                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out)
+s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
+                                int32_t is_receiver, const char *text, s1f_edge_end **out)
 {
     if (bytes < 2 * PAGE_BYTES)
         return s1f_fail(S1F_ERR_ARG, "%s: an arena needs at least %d bytes, not %lld", text, 2 * PAGE_BYTES,
@@ -273,21 +273,16 @@ s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, s
     arena->head.group = group;
     arena->head.peer_rank = peer_rank;
     arena->head.is_receiver = is_receiver;
-    arena->head.hangup_fd = -1;
+    arena->head.hangup_fd = hangup_fd;
     strncpy(arena->head.text, text, sizeof arena->head.text - 1);
     arena->control = memory;
     arena->bytes = bytes;
-    arena->relay = relay;
-    arena->context = context;
     *out = &arena->head;
     return S1F_OK;
 }
 
-s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
-                                int32_t is_receiver, const char *text, s1f_edge_end **out)
+void s1f_arena_use_relay(s1f_edge_end *end, s1f_relay *relay, void *context)
 {
-    s1f_status status = s1f_relay_end_create(group, memory, bytes, NULL, NULL, peer_rank, is_receiver, text, out);
-    if (status == S1F_OK)
-        (*out)->hangup_fd = hangup_fd;
-    return status;
+    ((arena_end *)end)->relay = relay;
+    ((arena_end *)end)->context = context;
 }

@@ -21,8 +21,8 @@ typedef struct s1f_mapping { /* memory mapped from a file descriptor (memfd), sh
 s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out);
 void s1f_mapping_free(s1f_mapping *mapping); /* NULL is fine */
 
-/* An end over an arena that both ranks map. memory: a mapping, zero-filled at first, `bytes` long, borrowed.
- * hangup_fd: a socket whose hang-up means that the peer died (borrowed), or -1. */
+/* An end over an arena that both ranks map, unless it uses a relay. memory: a mapping, zero-filled at first, `bytes`
+ * long, borrowed. hangup_fd: a socket whose hang-up means that the peer died (borrowed), or -1. */
 s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
                                 int32_t is_receiver, const char *text, s1f_edge_end **out);
 
@@ -41,9 +41,8 @@ _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the
  * any thread. */
 typedef s1f_status s1f_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes);
 
-/* context is borrowed, and must outlive the end. */
-s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, s1f_relay *relay, void *context,
-                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out);
+/* For an end that is new. context is borrowed, and must outlive the end. */
+void s1f_arena_use_relay(s1f_edge_end *end, s1f_relay *relay, void *context);
 /* Message `sequence` of `step` is complete: it has come (receiver), or its place may be reused (sender). In order. */
 void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence);
 /* Sender: waits until every place may be reused. */

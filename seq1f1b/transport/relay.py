@@ -78,7 +78,7 @@ class C10dRelay:
         try:
             _, self._mapping, _ = edge_memory(group.arena_bytes)
             # Last, because end and relay hold each other until close().
-            self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+            self.end: object = _C.arena_end(group.group, self._mapping, -1, peer, is_receiver, text, self)
         except BaseException:
             self._waiter.close()
             raise

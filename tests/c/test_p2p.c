@@ -265,7 +265,8 @@ static void test_failing_allocations(void)
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
     CHECK(end == NULL && fail_allocation(-1) == 1);
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
-    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, no_relay, NULL, 1, 0, EDGE, &end), S1F_OK, "");
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 1, 0, EDGE, &end), S1F_OK, "");
+    s1f_arena_use_relay(end, no_relay, NULL);
     fail_allocation(0);
     CHECK_STATUS(s1f_p2p_begin_step(end, 3), S1F_ERR_MEMORY, "3 places");
     CHECK(fail_allocation(-1) == 1);
