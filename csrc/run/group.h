@@ -70,7 +70,8 @@ typedef struct {
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
     int64_t step; /* the first step that it ends; for fail_with, 0: this rank's step */
 } s1f_failure;
-s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge, int64_t step); /* cut */
+/* Texts that are too long are cut. */
+s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge, int64_t step);
 /* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere. In this
  * rank's step, an unknown unit becomes what the failed rank last reported. Returns 0 if another failure came first: the
  * first one's text stands. */
