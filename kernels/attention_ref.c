@@ -84,13 +84,6 @@ static void store(int32_t dtype, int adds, void *x, int64_t ix, const double *va
     }
 }
 
-/* Sums of dk or dv become elements. */
-static void store_sums(const s1f_attention_args *args, void *own, int64_t at, const void *sums, int64_t from, int64_t n)
-{
-    double room[CHUNK];
-    store(args->dtype, 0, own, at, widened(s1f_dtype_of_sums(args->dtype), sums, from, n, room), 1, n);
-}
-
 static double lse_of(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
 {
     double room;
@@ -222,18 +215,19 @@ static void key_gradient_sums(const s1f_attention_args *args, int64_t batch, int
                               gradient_rows to)
 {
     int64_t group = args->heads / args->kv_heads, first_row = s1f_max(0, key - args->q_start);
+    int32_t of_sums = s1f_dtype_of_sums(args->dtype);
     for (int64_t from = 0; from < dim; from += CHUNK) {
-        double sums[CHUNK] = {0};
+        double sums[CHUNK] = {0}, room[CHUNK];
         int64_t n = s1f_min(CHUNK, dim - from), at = key_at(args, to.strides, batch, kv_head, key) + from;
         for (int64_t g = 0; g < group; g++)
             for (int64_t row = first_row; row < args->segment_len; row++)
                 if (visible(args, batch, row, key))
                     add_scaled(sums, weights[g * args->segment_len + row], args->dtype, x,
                                s1f_at(x_strides, batch, kv_head * group + g, row) + from, n);
-        store(s1f_dtype_of_sums(args->dtype), key < args->kept_kv_grads, to.sums, at, sums, factor, n);
+        store(of_sums, key < args->kept_kv_grads, to.sums, at, sums, factor, n);
         if (to.own && key >= args->q_start)
-            store_sums(args, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from, to.sums, at,
-                       n);
+            store(args->dtype, 0, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from,
+                  widened(of_sums, to.sums, at, n, room), 1, n);
     }
 }
 

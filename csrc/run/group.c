@@ -321,11 +321,6 @@ static uint32_t *futex_word(s1f_signal *signal)
     return (uint32_t *)(void *)&signal->position + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
 }
 
-static int reached(s1f_signal *signal, uint64_t target)
-{
-    return atomic_load_explicit(&signal->position, memory_order_acquire) >= target;
-}
-
 void s1f_signal_raise(s1f_signal *signal, uint64_t position)
 {
     atomic_store(&signal->position, position); /* sequentially consistent, before the look at the sleepers */
@@ -431,7 +426,9 @@ typedef struct { /* the awaited: a signal, or an answer */
 
 static int is_over(const awaited *what)
 {
-    return what->signal != NULL ? reached(what->signal, what->target) : what->is_done(what->context);
+    if (what->signal == NULL)
+        return what->is_done(what->context);
+    return atomic_load_explicit(&what->signal->position, memory_order_acquire) >= what->target;
 }
 
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
