@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parent
 CUDA_LIBRARY = "libseq1f1b_cuda"
 # Code for these, and PTX of the oldest GPU with bf16 tensor cores, from which the driver makes the code of any other.
 CUDA_ARCHITECTURES = ["sm_80", "sm_90", "compute_80"]
+CODE_FLAGS = [f"-gencode=arch={name.replace('sm_', 'compute_')},code={name}" for name in CUDA_ARCHITECTURES]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage"]
 # For the host's side: without exceptions and guarded statics it needs no C++ library.
 NVCC_HOST_FLAGS = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
@@ -90,33 +91,13 @@ def find_nvcc() -> str | None:
     return next(filter(None, [*found, shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]), None)
 
 
-def nvcc_version(nvcc: str) -> str:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"V(\d+\.\d+\.\d+)", text)[0]
-
-
 def cuda_sources() -> list[str]:
     return sorted(glob("kernels/cuda/*.cu", root_dir=ROOT))
 
 
-def with_included(source: str | Path) -> list[Path]:
-    """The file and all that it includes by a relative path, itself first."""
-    found = [ROOT / source]
-    for path in found:
-        for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            included = (path.parent / name).resolve()
-            if included not in found:
-                found.append(included)
-    return found
-
-
-def code_flags(architectures: list[str]) -> list[str]:
-    return [f"-gencode=arch={name.replace('sm_', 'compute_')},code={name}" for name in architectures]
-
-
-def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool) -> list[str]:
-    texts = {"COMPILER": version, "ARCHITECTURES": " ".join(architectures)}
-    flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(architectures)), *code_flags(architectures)]
+def nvcc_flags(source: str, version: str, werror: bool) -> list[str]:
+    texts = {"COMPILER": version, "ARCHITECTURES": " ".join(CUDA_ARCHITECTURES)}
+    flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(CUDA_ARCHITECTURES)), *CODE_FLAGS]
     flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
     flags.append(f"-frandom-seed={Path(source).stem}")  # for names of symbols, so that two builds are alike
     if werror:
@@ -124,41 +105,39 @@ def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool
     return flags
 
 
-def build_cuda_library(
-    sources: list[str], library: Path, work: Path, architectures: list[str] = CUDA_ARCHITECTURES, werror: bool = True
-) -> dict[str, str]:
+def build_cuda_library(sources: list[str], library: Path, work: Path, werror: bool = True) -> dict[str, str]:
     """Compiles them side by side and links; returns what the compiler said of each."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise CompileError("SEQ1F1B_CUDA=1, but there is no nvcc: not in CUDA_HOME, PATH or /usr/local/cuda")
-    version = nvcc_version(nvcc)
     work.mkdir(parents=True, exist_ok=True)
 
-    def run(command: list[str]) -> str:
+    def run(*command: str) -> str:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise CompileError(f"{' '.join(command)}\n{done.stdout}")
         return done.stdout
 
-    objects = {source: work / f"{Path(source).stem}.cu.o" for source in sources}
+    version = re.findall(r"V(\d+\.\d+\.\d+)", run(nvcc, "--version"))[0]
+    objects = {source: str(work / f"{Path(source).stem}.cu.o") for source in sources}
+
+    def compile_one(source: str) -> str:
+        return run(nvcc, *nvcc_flags(source, version, werror), "-c", str(ROOT / source), "-o", objects[source])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = [
-            [nvcc, *nvcc_flags(source, version, architectures, werror), "-c", str(ROOT / source), "-o", str(target)]
-            for source, target in objects.items()
-        ]
-        said = list(pool.map(run, commands))
+        said = dict(zip(sources, pool.map(compile_one, sources), strict=True))
     library.parent.mkdir(parents=True, exist_ok=True)
-    run([nvcc, *NVCC_LINK_FLAGS, *code_flags(architectures), *map(str, objects.values()), "-o", str(library)])
-    return dict(zip(objects, said, strict=True))
+    run(nvcc, *NVCC_LINK_FLAGS, *CODE_FLAGS, *objects.values(), "-o", str(library))
+    return said
 
 
 class CudaKernels(Extension):
     """The shared object of the CUDA kernels: no module of Python's, but built, installed and packed where those are."""
 
     def __init__(self) -> None:
-        included = {str(path.relative_to(ROOT)) for source in cuda_sources() for path in with_included(source)}
         required = os.environ.get("SEQ1F1B_CUDA") == "1"
-        super().__init__(f"seq1f1b.{CUDA_LIBRARY}", cuda_sources(), depends=sorted(included), optional=not required)
+        depends = [*cuda_sources(), *glob("kernels/**/*.*h", recursive=True), *glob("csrc/core/*.h")]
+        super().__init__(f"seq1f1b.{CUDA_LIBRARY}", cuda_sources(), depends=depends, optional=not required)
 
 
 def wants_cuda() -> bool:

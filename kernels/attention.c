@@ -94,7 +94,7 @@ s1f_status s1f_attention_set_isa(const char *name)
 static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
 {
     const s1f_attention_kernels *first = kernels_in_use();
-    for (int i = 0, met = 0; i < NUM_KERNELS; i++) {
+    for (int i = 0, met = 0; i < NUM_KERNELS - 1; i++) {
         met |= all_kernels[i] == first;
         if (met && machine_has(all_kernels[i]->name) && all_kernels[i]->covers(args))
             return all_kernels[i];

@@ -485,10 +485,7 @@ static s1f_status backward(const s1f_attention_args *args, const s1f_attention_c
 {
     attention_job job = backward_job(args);
     void *scratch, *owned;
-    s1f_status status =
-        s1f_attention_scratch(context, backward_scratch_bytes(args, threads_of(context)), &scratch, &owned);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_attention_scratch(context, backward_scratch_bytes(args, threads_of(context)), &scratch, &owned));
     int64_t heads = args->batch * args->kv_heads;
     int64_t cut_tasks = (heads - first_cut_head(&job)) * group_of(args) * num_pieces(&job);
     job.sink_sums = args->sinks && args->dsinks ? scratch : NULL;

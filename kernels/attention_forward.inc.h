@@ -182,10 +182,7 @@ static s1f_status forward(const s1f_attention_args *args, const s1f_attention_co
 {
     attention_job job = forward_job(args, threads_of(context));
     void *scratch, *owned;
-    s1f_status status =
-        s1f_attention_scratch(context, forward_scratch_bytes(args, threads_of(context)), &scratch, &owned);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_attention_scratch(context, forward_scratch_bytes(args, threads_of(context)), &scratch, &owned));
     job.scratch = scratch;
     job.workers = num_workers(&job, threads_of(context));
     run_tasks(&job, context, job.main_tasks, forward_task);

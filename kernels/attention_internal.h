@@ -10,7 +10,7 @@
 /* One instruction set's kernels. They take arguments that s1f_attention_check has passed. */
 typedef struct {
     const char *name;
-    int (*covers)(const s1f_attention_args *args); /* 0: attention_ref.c takes the call */
+    int (*covers)(const s1f_attention_args *args); /* 0: attention_ref.c takes the call; its own: NULL */
     s1f_status (*forward)(const s1f_attention_args *args, const s1f_attention_context *context);
     s1f_status (*backward)(const s1f_attention_args *args, const s1f_attention_context *context);
     int64_t (*scratch_bytes)(const s1f_attention_args *args, int32_t num_threads, int backward);

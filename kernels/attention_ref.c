@@ -15,9 +15,12 @@
 
 enum { CHUNK = 64 }; /* columns of a result, or heads, summed at a time, on the stack */
 
+typedef void row_body(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, double *room);
+
 typedef struct {
     const s1f_attention_args *args;
     double *scratch;
+    row_body *of_row;
 } ref_job;
 
 /* ---- elements ---- */
@@ -62,41 +65,23 @@ static void add_scaled(double *sums, double weight, int32_t dtype, const void *x
         sums[c] += weight * values[c];
 }
 
-static void store(int32_t dtype, void *x, int64_t ix, const double *values, double factor, int64_t n)
+/* x[ix..ix + n) becomes factor values, or with `adds`, of float or double, so much more. */
+static void store(int32_t dtype, int adds, void *x, int64_t ix, const double *values, double factor, int64_t n)
 {
     for (int64_t c = 0; c < n; c++) {
         double value = values[c] * factor;
-        if (dtype == S1F_FLOAT64)
-            ((double *)x)[ix + c] = value;
-        else if (dtype == S1F_FLOAT32)
-            ((float *)x)[ix + c] = (float)value;
-        else if (dtype == S1F_BFLOAT16)
-            ((uint16_t *)x)[ix + c] = s1f_to_bf16((float)value);
-        else
-            ((uint16_t *)x)[ix + c] = s1f_to_fp16((float)value);
-    }
-}
-
-static void accumulate(const s1f_attention_args *args, int stores, void *x, int64_t ix, const double *values,
-                       double factor, int64_t n)
-{
-    for (int64_t c = 0; c < n; c++) {
-        double value = values[c] * factor;
-        if (args->dtype == S1F_FLOAT64) {
+        if (dtype == S1F_FLOAT64) {
             double *place = (double *)x + ix + c;
-            *place = stores ? value : *place + value;
-        } else {
+            *place = adds ? *place + value : value;
+        } else if (dtype == S1F_FLOAT32) {
             float *place = (float *)x + ix + c;
-            *place = (float)(stores ? value : (double)*place + value);
+            *place = (float)(adds ? (double)*place + value : value);
+        } else if (dtype == S1F_BFLOAT16) {
+            ((uint16_t *)x)[ix + c] = s1f_to_bf16((float)value);
+        } else {
+            ((uint16_t *)x)[ix + c] = s1f_to_fp16((float)value);
         }
     }
-}
-
-/* Sums of dk or dv become elements. */
-static void store_sums(const s1f_attention_args *args, void *own, int64_t at, const void *sums, int64_t from, int64_t n)
-{
-    double room[CHUNK];
-    store(args->dtype, own, at, widened(s1f_dtype_of_sums(args->dtype), sums, from, n, room), 1, n);
 }
 
 static double lse_of(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
@@ -190,25 +175,12 @@ static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t h
             if (visible(args, batch, row, key))
                 add_scaled(out, weights[key], args->dtype, args->v,
                            key_at(args, args->v_strides, batch, kv_head_of(args, head), key) + from, n);
-        store(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row) + from, out, 1 / sum, n);
+        store(args->dtype, 0, args->out, s1f_at(args->out_strides, batch, head, row) + from, out, 1 / sum, n);
     }
 
     double lse = highest + log(sum);
     int64_t i = (batch * args->heads + head) * args->segment_len + row;
-    if (args->dtype == S1F_FLOAT64)
-        ((double *)args->lse)[i] = lse;
-    else
-        ((float *)args->lse)[i] = (float)lse;
-}
-
-static void forward_heads(int64_t begin, int64_t end, void *context)
-{
-    const ref_job *job = context;
-    const s1f_attention_args *args = job->args;
-    for (int64_t bh = begin; bh < end; bh++)
-        for (int64_t row = 0; row < args->segment_len; row++)
-            forward_row(args, bh / args->heads, bh % args->heads, row,
-                        job->scratch + bh * (args->q_start + args->segment_len));
+    store(s1f_dtype_of_sums(args->dtype), 0, args->lse, i, &lse, 1, 1);
 }
 
 /* ---- backward ---- */
@@ -228,18 +200,8 @@ static void query_gradient(const s1f_attention_args *args, int64_t batch, int64_
             if (visible(args, batch, row, key))
                 add_scaled(dq, ds[key], args->dtype, args->k,
                            key_at(args, args->k_strides, batch, kv_head_of(args, head), key) + from, n);
-        store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, args->scale, n);
+        store(args->dtype, 0, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, args->scale, n);
     }
-}
-
-static void query_gradients(int64_t begin, int64_t end, void *context)
-{
-    const ref_job *job = context;
-    const s1f_attention_args *args = job->args;
-    for (int64_t bh = begin; bh < end; bh++)
-        for (int64_t row = 0; row < args->segment_len; row++)
-            query_gradient(args, bh / args->heads, bh % args->heads, row,
-                           job->scratch + bh * (args->q_start + args->segment_len));
 }
 
 typedef struct { /* dk or dv: its sums, and where they become elements or NULL */
@@ -253,18 +215,19 @@ static void key_gradient_sums(const s1f_attention_args *args, int64_t batch, int
                               gradient_rows to)
 {
     int64_t group = args->heads / args->kv_heads, first_row = s1f_max(0, key - args->q_start);
+    int32_t of_sums = s1f_dtype_of_sums(args->dtype);
     for (int64_t from = 0; from < dim; from += CHUNK) {
-        double sums[CHUNK] = {0};
+        double sums[CHUNK] = {0}, room[CHUNK];
         int64_t n = s1f_min(CHUNK, dim - from), at = key_at(args, to.strides, batch, kv_head, key) + from;
         for (int64_t g = 0; g < group; g++)
             for (int64_t row = first_row; row < args->segment_len; row++)
                 if (visible(args, batch, row, key))
                     add_scaled(sums, weights[g * args->segment_len + row], args->dtype, x,
                                s1f_at(x_strides, batch, kv_head * group + g, row) + from, n);
-        accumulate(args, key >= args->kept_kv_grads, to.sums, at, sums, factor, n);
+        store(of_sums, key < args->kept_kv_grads, to.sums, at, sums, factor, n);
         if (to.own && key >= args->q_start)
-            store_sums(args, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from, to.sums, at,
-                       n);
+            store(args->dtype, 0, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from,
+                  widened(of_sums, to.sums, at, n, room), 1, n);
     }
 }
 
@@ -310,16 +273,20 @@ static void sink_gradients(int64_t begin, int64_t end, void *context)
         for (int64_t batch = 0; batch < args->batch; batch++)
             for (int64_t row = 0; row < args->segment_len; row++)
                 sum -= exp(s1f_sink(args, head) - lse_of(args, batch, head, row)) * row_delta(args, batch, head, row);
-        store(s1f_dtype_of_sums(args->dtype), args->dsinks, head, &sum, 1, 1);
+        store(s1f_dtype_of_sums(args->dtype), 0, args->dsinks, head, &sum, 1, 1);
     }
 }
 
 /* ---- entry points ---- */
 
-static int covers_everything(const s1f_attention_args *args)
+static void by_rows(int64_t begin, int64_t end, void *context)
 {
-    (void)args;
-    return 1;
+    const ref_job *job = context;
+    const s1f_attention_args *args = job->args;
+    for (int64_t bh = begin; bh < end; bh++)
+        for (int64_t row = 0; row < args->segment_len; row++)
+            job->of_row(args, bh / args->heads, bh % args->heads, row,
+                        job->scratch + bh * (args->q_start + args->segment_len));
 }
 
 static int64_t ref_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
@@ -330,37 +297,31 @@ static int64_t ref_scratch_bytes(const s1f_attention_args *args, int32_t num_thr
     return (int64_t)sizeof(double) * s1f_max(by_rows, by_columns);
 }
 
-s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+static s1f_status run(const s1f_attention_args *args, const s1f_attention_context *context, int backward)
 {
     void *scratch, *owned;
-    s1f_status status = s1f_attention_check(args);
-    if (status == S1F_OK)
-        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 0), &scratch, &owned);
-    if (status != S1F_OK)
-        return status;
-    ref_job job = {args, scratch};
-    s1f_run(context, args->batch * args->heads, forward_heads, &job);
-    free(owned);
-    return S1F_OK;
-}
-
-s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context)
-{
-    void *scratch, *owned;
-    s1f_status status = s1f_attention_check(args);
-    if (status == S1F_OK)
-        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 1), &scratch, &owned);
-    if (status != S1F_OK)
-        return status;
-    ref_job job = {args, scratch};
-    s1f_run(context, args->batch * args->heads, query_gradients, &job);
-    s1f_run(context, args->batch * args->kv_heads, key_gradients, &job);
-    if (args->sinks && args->dsinks)
+    S1F_TRY(s1f_attention_check(args));
+    S1F_TRY(s1f_attention_scratch(context, ref_scratch_bytes(args, 1, backward), &scratch, &owned));
+    ref_job job = {args, scratch, backward ? query_gradient : forward_row};
+    s1f_run(context, args->batch * args->heads, by_rows, &job);
+    if (backward)
+        s1f_run(context, args->batch * args->kv_heads, key_gradients, &job);
+    if (backward && args->sinks && args->dsinks)
         s1f_run(context, args->heads, sink_gradients, &job);
     free(owned);
     return S1F_OK;
 }
 
+s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    return run(args, context, 0);
+}
+
+s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    return run(args, context, 1);
+}
+
 const s1f_attention_kernels s1f_attention_reference = {
-    "reference", covers_everything, s1f_attention_ref_forward, s1f_attention_ref_backward, ref_scratch_bytes,
+    "reference", NULL, s1f_attention_ref_forward, s1f_attention_ref_backward, ref_scratch_bytes,
 };

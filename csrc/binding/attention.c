@@ -5,17 +5,19 @@
 #include "../../kernels/rate.h"
 #include "../run/current_unit.h"
 #include "../run/kv_cache.h"
-#include "../torch/op_call.h"
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 
 S1F_METHOD(s1f_status, bind_torch, s1f_path, path)
 {
-    s1f_status status = s1f_torch_bind(path.text);
-    if (status == S1F_OK)
+    static bool is_done; /* the GIL is its lock */
+    s1f_status status = is_done ? S1F_OK : s1f_torch_bind(path.text);
+    if (status == S1F_OK && !is_done)
         status = s1f_ops_register();
-    if (status == S1F_OK)
+    if (status == S1F_OK) {
+        is_done = true;
         return S1F_OK;
+    }
     PyErr_SetString(PyExc_ImportError, s1f_last_error());
     return S1F_ERR_PYTHON;
 }
@@ -37,17 +39,6 @@ S1F_METHOD(PyObject *, take_op_failure)
 }
 
 /* -- current unit ---------------------------------------------------------------------------------------------- */
-
-S1F_METHOD(bool, in_step)
-{
-    return s1f_current_unit_get() != NULL;
-}
-
-S1F_METHOD(int64_t, token_offset)
-{
-    const s1f_current_unit *unit = s1f_current_unit_get();
-    return unit != NULL ? unit->offset : 0;
-}
 
 S1F_METHOD(int64_t, token_position, int64_t, index)
 {
@@ -94,9 +85,8 @@ S1F_METHOD(PyObject *, kv_cache_layers, s1f_kv_cache *, cache)
 {
     PyObject *list = PyList_New(0);
     int32_t stage = 0;
-    int64_t layer = 0;
     s1f_layer_shape shape;
-    for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &layer, &shape); i++) {
+    for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &shape); i++) {
         int64_t numbers = shape.batch * shape.kv_heads * (shape.head_dim + shape.v_head_dim);
         int64_t of_documents = shape.with_docs ? shape.batch * (int64_t)sizeof(int32_t) : 0;
         PyObject *item =
@@ -125,8 +115,6 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_ROW(take_op_failure,
             "-> Exception | None: of the op that failed last on this thread, once; torch has made a RuntimeError of "
             "it."),
-    S1F_ROW(in_step, "Whether a unit runs now, on this thread or in this process."),
-    S1F_ROW(token_offset, "First token of the current segment, 0 outside a step."),
     S1F_ROW(token_position, "Position along its path of a token of the current segment; its number outside a step."),
     S1F_ROW(
         key_ranges,

@@ -19,8 +19,6 @@
 
 /* Raises the Python exception of a status with s1f_last_error() as its text; returns NULL. */
 PyObject *s1f_raise(s1f_status status);
-/* Runs Python's signal handlers, with or without the GIL; S1F_ERR_PYTHON where one raised. */
-s1f_status s1f_check_signals(void);
 struct s1f_group;
 /* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);

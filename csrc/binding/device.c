@@ -7,7 +7,6 @@
 #include "../device/device_end.h"
 #include "../run/executor.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 static void make_room(void *function)

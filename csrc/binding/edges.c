@@ -12,58 +12,26 @@
 
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
-S1F_METHOD(PyObject *, arena_end, s1f_group *, group, s1f_mapping *, mapping, int32_t, hangup_fd, int32_t, peer_rank,
-           bool, is_receiver, const char *, text)
+/* A relay in Python: context is an object with a method for each event. */
+static s1f_status python_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes)
 {
-    s1f_edge_end *end = NULL;
-    s1f_status status =
-        s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
-    return s1f_new_edge_end(status, end, arguments);
-}
-
-/* A relay in Python: context is an object with methods begin_step, post and send. */
-static s1f_status relay_result(PyObject *result, PyGILState_STATE state)
-{
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *result =
+        PyObject_CallMethod(context, event, "LNL", (long long)number, PyLong_FromVoidPtr(place), (long long)bytes);
     s1f_status status = result == NULL ? S1F_ERR_PYTHON : S1F_OK;
     Py_XDECREF(result);
     PyGILState_Release(state);
     return status;
 }
 
-static s1f_status relay_begin_step(void *context, int64_t step, int64_t most_payload)
-{
-    PyGILState_STATE state = PyGILState_Ensure();
-    return relay_result(PyObject_CallMethod(context, "begin_step", "LL", (long long)step, (long long)most_payload),
-                        state);
-}
-
-static s1f_status relay_post(void *context, int64_t sequence, void *place)
-{
-    PyGILState_STATE state = PyGILState_Ensure();
-    return relay_result(PyObject_CallMethod(context, "post", "LN", (long long)sequence, PyLong_FromVoidPtr(place)),
-                        state);
-}
-
-static s1f_status relay_send(void *context, int64_t sequence, const void *place, int64_t payload_bytes)
-{
-    PyGILState_STATE state = PyGILState_Ensure();
-    return relay_result(PyObject_CallMethod(context, "send", "LNL", (long long)sequence,
-                                            PyLong_FromVoidPtr((void *)(uintptr_t)place), (long long)payload_bytes),
-                        state);
-}
-
-static const s1f_relay python_relay = {
-    .begin_step = relay_begin_step,
-    .post = relay_post,
-    .send = relay_send,
-};
-
-S1F_METHOD(PyObject *, relay_end, s1f_group *, group, s1f_mapping *, mapping, PyObject *, relay, int32_t, peer_rank,
-           bool, is_receiver, const char *, text)
+S1F_METHOD(PyObject *, arena_end, s1f_group *, group, s1f_mapping *, mapping, int32_t, hangup_fd, int32_t, peer_rank,
+           bool, is_receiver, const char *, text, PyObject *, relay)
 {
     s1f_edge_end *end = NULL;
-    s1f_status status = s1f_relay_end_create(group, mapping->memory, mapping->bytes, &python_relay, relay, peer_rank,
-                                             is_receiver, text, &end);
+    s1f_status status =
+        s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
+    if (status == S1F_OK && relay != Py_None)
+        s1f_arena_use_relay(end, python_relay, relay);
     return s1f_new_edge_end(status, end, arguments);
 }
 
@@ -156,8 +124,7 @@ S1F_METHOD(PyObject *, place_tensor_capsule, PyObject *, owner, void *, address,
 }
 
 PyMethodDef s1f_edge_methods[] = {
-    S1F_ROW(arena_end, "An end of an edge that both ranks map."),
-    S1F_ROW(relay_end, "An end whose messages a Python object moves."),
+    S1F_ROW(arena_end, "An end of an edge that both ranks map, or whose messages a Python object moves."),
     S1F_ROW(relay_done, "A message has come, or has gone."),
     S1F_ROW(relay_flush, "Waits until every message has gone."),
     S1F_ROW(message_head,

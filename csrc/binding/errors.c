@@ -59,7 +59,8 @@ PyObject *s1f_raise_for_group(s1f_status status, const s1f_group *group)
     return NULL;
 }
 
-s1f_status s1f_check_signals(void)
+/* Runs Python's signal handlers, with or without the GIL; S1F_ERR_PYTHON where one raised. */
+static s1f_status check_signals(void)
 {
     PyGILState_STATE state = PyGILState_Ensure();
     int failed = PyErr_CheckSignals();
@@ -86,6 +87,6 @@ int s1f_add_errors(PyObject *module)
     for (int i = 0; i < NUM_ATTRIBUTES; i++)
         if (PyObject_SetAttrString(pipeline_error, attributes[i], Py_None) < 0)
             return -1;
-    s1f_interrupted = s1f_check_signals;
+    s1f_interrupted = check_signals;
     return 0;
 }

@@ -14,13 +14,13 @@ typedef struct s1f_walker {
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
-    PyObject *came_back; /* (cell of all stages) -> the CUevent at which its load was back, 0: none; may be None */
+    PyObject *tier;      /* where saved state of moved units goes; may be None */
     int64_t device_step; /* the GPU's count of steps when the last step began */
     int32_t is_settled;  /* the last step's times are the GPU's */
     s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
-    PyObject *run, *fill, *segment_sizes, *back; /* borrowed */
+    PyObject *run, *fill, *segment_sizes; /* borrowed */
 } s1f_walker;
 
 void s1f_walker_free(s1f_walker *walker)
@@ -83,7 +83,7 @@ static s1f_status back_callback(void *context, int64_t cell)
 {
     s1f_walker *walker = context;
     PyEval_RestoreThread(walker->thread);
-    PyObject *answer = PyObject_CallFunction(walker->back, "L", (long long)cell);
+    PyObject *answer = PyObject_CallMethod(walker->tier, "wait", "L", (long long)cell);
     Py_XDECREF(answer);
     walker->thread = PyEval_SaveThread();
     return answer == NULL ? S1F_ERR_PYTHON : S1F_OK;
@@ -113,10 +113,10 @@ static s1f_status times_callback(void *context, int64_t number, int64_t *start_n
 static s1f_status back_time_callback(void *context, int64_t cell, int64_t *ns)
 {
     const s1f_walker *walker = context;
-    if (walker->came_back == Py_None)
+    if (walker->tier == Py_None)
         return S1F_OK;
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *answer = PyObject_CallFunction(walker->came_back, "L", (long long)cell);
+    PyObject *answer = PyObject_CallMethod(walker->tier, "came_back", "L", (long long)cell);
     void *event = answer == NULL ? NULL : PyLong_AsVoidPtr(answer);
     s1f_status status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
     Py_XDECREF(answer);
@@ -172,7 +172,7 @@ static int read_ends(PyObject *ends, s1f_edge_end **pointers)
 
 S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s1f_group *, group, s1f_kv_cache *,
            cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
-           PyObject *, gpu, PyObject *, came_back)
+           PyObject *, gpu, PyObject *, tier)
 {
     s1f_walker *walker = calloc(1, sizeof *walker);
     if (walker == NULL)
@@ -181,7 +181,7 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
     *walker = (s1f_walker){.arguments = Py_NewRef(arguments),
                            .program = program,
                            .group = group,
-                           .came_back = came_back,
+                           .tier = tier,
                            .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave}};
     messages->edges = s1f_program_edges(program, &messages->num_edges);
     s1f_edge_end **pointers = s1f_pool_take(&messages->pool, (size_t)messages->num_edges, sizeof *pointers);
@@ -204,8 +204,8 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
 }
 
 S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool, training, int64_t, sequence_length,
-           s1f_int64s, sizes, PyObject *, run, PyObject *, fill, PyObject *, back, PyObject *, segment_sizes,
-           PyObject *, make_views, s1f_int64s, part_sizes, s1f_int64s, first_part)
+           s1f_int64s, sizes, PyObject *, run, PyObject *, fill, PyObject *, segment_sizes, PyObject *, make_views,
+           s1f_int64s, part_sizes, s1f_int64s, first_part)
 {
     const s1f_unit_parts parts = {part_sizes.values, first_part.values};
     if (walker->run != NULL)
@@ -216,7 +216,6 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
     walker->is_settled = 0;
     walker->run = run;
     walker->fill = fill;
-    walker->back = back;
     walker->segment_sizes = segment_sizes;
     walker->messages.make_views = make_views;
     walker->thread = PyEval_SaveThread();
@@ -224,7 +223,7 @@ S1F_METHOD(s1f_status, executor_step, s1f_walker *, walker, int64_t, step, bool,
         s1f_executor_step(walker->executor, step, training, sequence_length, sequence_length == 0 ? NULL : sizes.values,
                           first_part.count > 0 ? &parts : NULL);
     PyEval_RestoreThread(walker->thread);
-    walker->run = walker->fill = walker->back = walker->segment_sizes = walker->messages.make_views = NULL;
+    walker->run = walker->fill = walker->segment_sizes = walker->messages.make_views = NULL;
     if (status == S1F_OK)
         return s1f_messages_leave_all(&walker->messages);
     s1f_raise_for_group(status, walker->group); /* the step's error is raised, not a later one */
@@ -262,6 +261,13 @@ S1F_METHOD(PyObject *, executor_last_unit, s1f_walker *, walker)
     return s1f_unit_tuple(s1f_executor_last_unit(walker->executor));
 }
 
+static PyObject *fill_item(const void *fills, int64_t i)
+{
+    const s1f_fill *fill = (const s1f_fill *)fills + i;
+    return Py_BuildValue("(NLL)", s1f_unit_tuple(fill->unit), (long long)fill->span.start_ns,
+                         (long long)fill->span.end_ns);
+}
+
 S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
 {
     int64_t count; /* a span for each instruction */
@@ -274,21 +280,8 @@ S1F_METHOD(PyObject *, executor_timeline, s1f_walker *, walker, int32_t, rank)
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(list);
     }
-    return list;
-}
-
-static PyObject *fill_item(const void *fills, int64_t i)
-{
-    const s1f_fill *fill = (const s1f_fill *)fills + i;
-    return Py_BuildValue("(NLL)", s1f_unit_tuple(fill->unit), (long long)fill->span.start_ns,
-                         (long long)fill->span.end_ns);
-}
-
-S1F_METHOD(PyObject *, executor_fills, s1f_walker *, walker)
-{
-    int64_t count;
     const s1f_fill *fills = s1f_executor_fills(walker->executor, &count);
-    return s1f_list_of(count, fill_item, fills);
+    return Py_BuildValue("(NN)", list, s1f_list_of(count, fill_item, fills));
 }
 
 S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, stage)
@@ -302,25 +295,21 @@ S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, st
 PyMethodDef s1f_executor_methods[] = {
     S1F_ROW(
         executor_create,
-        "Fills: whether W runs in waits. gpu: on which units compute. came_back(cell of all stages): the CUevent at "
-        "which a moved unit was back, or 0."),
-    S1F_ROW(
-        executor_step,
-        "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
-        "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "
-        "flags, sizes, offset) of each tensor) made of each message, in the order of the program's WAITs. "
-        "fill(stage, cell) -> whether anything is left: runs a part of this W. back(cell of all stages): waits until "
-        "what the unit has saved is back. segment_sizes(length) -> sizes. "
-        "Parts are siblings in one unit: tokens of each, those of one column after another, and the first of each "
-        "column, behind the last their count."),
+        "Fills: whether W runs in waits. gpu: on which units compute. tier: its wait(cell of all stages) waits until "
+        "what the unit has saved is back, its came_back(cell) is the CUevent at which it was, or 0."),
+    S1F_ROW(executor_step,
+            "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
+            "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "
+            "flags, sizes, offset) of each tensor) made of each message, in the order of the program's WAITs. "
+            "fill(stage, cell) -> whether anything is left: runs a part of this W. segment_sizes(length) -> sizes. "
+            "Parts are siblings in one unit: tokens of each, those of one column after another, and the first of each "
+            "column, behind the last their count."),
     S1F_ROW(executor_settle,
             "-> bool: whether units ran on a GPU: waits for the end of the last step there, and makes its times those "
             "of the GPU."),
-    S1F_ROW(executor_fills,
-            "-> list[tuple[_Unit, int, int]]: unit, start and end in ns of the parts of W that ran in waits of the "
-            "last step."),
     S1F_ROW(executor_last_unit, "-> _Unit: that the last step ended at."),
     S1F_ROW(executor_timeline,
-            "-> list[tuple[int, _Unit, int, int]]: opcode, unit, start and end in ns of the last step's instructions."),
+            "-> tuple[list[tuple[int, _Unit, int, int]], list[tuple[_Unit, int, int]]]: opcode, unit, start and end in "
+            "ns of the last step's instructions; unit, start and end of the parts of W that ran in waits."),
     S1F_ROW(executor_stage_measure, "-> tuple[int, int]: peak live units, peak live tokens of the last step."),
     {NULL, NULL, 0, NULL}};

@@ -34,46 +34,38 @@ S1F_METHOD(PyObject *, schedule_families)
 
 /* -- building ------------------------------------------------------------------------------------------------------ */
 
-typedef s1f_int64s option_arrays[S1F_NUM_OPTIONS]; /* that the options point into, of doubles too */
-
-/* From a tuple in the order of the table: numbers, or arrays that Python makes as long as the core reads. Either way
- * the arrays are to be released. */
-static int read_options(PyObject *tuple, s1f_options *options, option_arrays arrays)
+/* From a tuple in the order of the table: numbers, or arrays that Python makes as long as the core reads, which the tuple
+ * keeps. */
+static int read_options(PyObject *tuple, s1f_options *options)
 {
     int is_read = PyTuple_Check(tuple) && s1f_require_count("options", PyTuple_Size(tuple), S1F_NUM_OPTIONS);
     for (int i = 0; i < S1F_NUM_OPTIONS && is_read; i++) {
         const s1f_option *option = &s1f_option_table[i];
+        s1f_int64s array = {0}; /* of doubles too */
         void *field = (char *)options + option->offset;
         s1f_reader *const readers[S1F_NUM_OPTION_KINDS] = {s1f_to_int32, s1f_to_int64, s1f_to_double, s1f_to_int32};
         s1f_reader *read = readers[option->kind];
         is_read = (read == NULL ? s1f_to_int64s : read)(PyTuple_GetItem(tuple, i), option->name,
-                                                        read == NULL ? &arrays[i] : field);
-        int64_t count = arrays[i].count / S1F_SPLIT_PASSES;
+                                                        read == NULL ? &array : field);
+        int64_t count = array.count / S1F_SPLIT_PASSES;
         for (int pass = 0; option->kind == S1F_KIND_COSTS_OF_UNITS && pass < S1F_SPLIT_PASSES && count > 0; pass++)
-            options->costs[pass] = (const double *)(const void *)(arrays[i].values + pass * count);
+            options->costs[pass] = (const double *)(const void *)(array.values + pass * count);
         if (option->kind == S1F_KIND_BYTES_OF_UNITS || option->kind == S1F_KIND_BYTES_OF_RANKS)
-            *(const int64_t **)field = arrays[i].values;
+            *(const int64_t **)field = array.values;
+        PyBuffer_Release(&array.view);
     }
     return is_read;
-}
-
-static void release_options(option_arrays arrays)
-{
-    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
-        PyBuffer_Release(&arrays[i].view);
 }
 
 S1F_METHOD(PyObject *, schedule_build, const char *, family, int32_t, num_ranks, int32_t, num_microbatches, int32_t,
            num_segments, int32_t, stages_per_rank, PyObject *, given, s1f_int32s, segments_of, s1f_int32s, parents)
 {
     s1f_options options = {.segments_of = segments_of.values, .parents = parents.values};
-    option_arrays arrays = {0};
     s1f_schedule *schedule = NULL;
     s1f_status status = S1F_ERR_PYTHON;
-    if (read_options(given, &options, arrays))
+    if (read_options(given, &options))
         S1F_WITHOUT_GIL(status = s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank,
                                                     &options, &schedule));
-    release_options(arrays);
     return s1f_new_schedule(status, schedule, NULL);
 }
 
@@ -82,13 +74,11 @@ S1F_METHOD(PyObject *, schedule_broken_rule, const char *, family, int32_t, num_
            parents)
 {
     s1f_options options = {.segments_of = segments_of.values, .parents = parents.values};
-    option_arrays arrays = {0};
     const char *rule = NULL;
     s1f_status status = S1F_ERR_PYTHON;
-    if (read_options(given, &options, arrays))
+    if (read_options(given, &options))
         status = s1f_schedule_broken_rule(family, num_ranks, num_microbatches, num_segments, stages_per_rank, &options,
                                           &rule);
-    release_options(arrays);
     return status != S1F_OK ? s1f_raise(status) : Py_BuildValue("z", rule);
 }
 

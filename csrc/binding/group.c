@@ -5,15 +5,7 @@
 #include "../run/group.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
-
-/* Called while waiting, without the GIL. */
-static s1f_status check_signals(void *context)
-{
-    (void)context;
-    return s1f_check_signals();
-}
 
 /* -- mappings and groups ------------------------------------------------------------------------------------------- */
 
@@ -45,7 +37,7 @@ S1F_METHOD(PyObject *, group_create, s1f_mapping *, mapping, int32_t, num_ranks,
         status = s1f_fail(S1F_ERR_ARG, "what ranks of a host share needs %d bytes, the mapping has %lld",
                           (int)sizeof(s1f_spoiled), (long long)spoiled->bytes);
     if (status == S1F_OK)
-        status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
+        status = s1f_group_create(mapping->memory, num_ranks, rank, &group);
     if (status == S1F_OK && spoiled != NULL)
         s1f_group_share_spoiled(group, spoiled->memory);
     return s1f_new_group(status, group, arguments);
@@ -61,7 +53,6 @@ S1F_METHOD(s1f_status, group_set_limits, s1f_group *, group, double, timeout_s, 
 
 S1F_CORE_VOID(void, group_begin_step, s1f_group *, group, int64_t, step)
 S1F_CORE_VOID(void, group_enter, s1f_group *, group, int64_t, step)
-S1F_CORE_VOID(void, group_end_step, s1f_group *, group)
 S1F_CORE_WAITS(s1f_status, group_finish_step, s1f_group *, group, int32_t, last_rank, int32_t, hangup_fd)
 
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
@@ -79,31 +70,16 @@ S1F_METHOD(s1f_status, group_set_progress, s1f_group *, group, int32_t, rank, co
 
 S1F_METHOD(PyObject *, group_get_progress, s1f_group *, group, int32_t, rank)
 {
-    char what[S1F_WHAT_BYTES];
-    int64_t age_ns;
-    int32_t waiting_for;
-    s1f_group_get_progress(group, rank, what, &age_ns, &waiting_for);
-    return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
-}
-
-/* Texts that are too long are cut. */
-static s1f_failure failure_of(int32_t rank, int64_t step, const char *text, const char *unit, const char *edge)
-{
-    s1f_failure failure = {.rank = rank, .step = step};
-    strncpy(failure.text, text, sizeof failure.text - 1);
-    strncpy(failure.unit, unit, sizeof failure.unit - 1);
-    strncpy(failure.edge, edge, sizeof failure.edge - 1);
-    return failure;
+    s1f_progress found = s1f_group_get_progress(group, rank);
+    double seconds = found.age_ns < 0 ? -1.0 : (double)found.age_ns * 1e-9;
+    return Py_BuildValue("(sdi)", found.what, seconds, (int)found.waiting_for);
 }
 
 S1F_METHOD(s1f_status, group_fail, s1f_group *, group, int32_t, rank, const char *, text, const char *, unit,
            const char *, edge, int64_t, step)
 {
-    s1f_failure failure = failure_of(rank, step, text, unit, edge);
-    if (unit[0] == '\0' && edge[0] == '\0' && step == 0)
-        s1f_group_fail(group, rank, text);
-    else
-        s1f_group_fail_with(group, &failure);
+    s1f_failure failure = s1f_failure_of(rank, text, unit, edge, step);
+    s1f_group_fail_with(group, &failure);
     return S1F_OK;
 }
 
@@ -126,7 +102,7 @@ S1F_METHOD(PyObject *, group_failure, s1f_group *, group)
 S1F_METHOD(s1f_status, group_leave, s1f_group *, group, int64_t, step, int32_t, rank, const char *, text, const char *,
            unit, const char *, edge)
 {
-    s1f_failure failure = failure_of(rank, 0, text, unit, edge);
+    s1f_failure failure = s1f_failure_of(rank, text, unit, edge, 0);
     s1f_group_leave(group, step, &failure);
     return S1F_OK;
 }
@@ -141,35 +117,27 @@ S1F_CORE_VOID(void, group_clear, s1f_group *, group)
 
 /* -- gather -------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    char *data;
-    int32_t *bytes;
-} gathered;
-
-static PyObject *gathered_item(const void *context, int64_t rank)
-{
-    const gathered *g = context;
-    return PyBytes_FromStringAndSize(g->data + rank * S1F_GATHER_BYTES, g->bytes[rank]);
-}
-
 S1F_METHOD(PyObject *, group_gather, s1f_group *, group, int64_t, epoch, int64_t, round, bool, recovering, s1f_bytes,
            data, s1f_int32s, hangup_fds)
 {
     int64_t count = hangup_fds.count;
-    gathered g = {.data = malloc((size_t)count * S1F_GATHER_BYTES + 1),
-                  .bytes = calloc((size_t)count + 1, sizeof *g.bytes)};
-    PyObject *result = NULL;
-    if (g.data == NULL || g.bytes == NULL) {
-        PyErr_NoMemory();
-    } else {
-        s1f_status status;
-        int32_t length = data.count > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)data.count;
+    char *theirs = malloc((size_t)count * S1F_GATHER_BYTES + 1);
+    int32_t *lengths = calloc((size_t)count + 1, sizeof *lengths);
+    int32_t length = data.count > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)data.count;
+    s1f_status status;
+    if (theirs == NULL || lengths == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for what %lld ranks give", (long long)count);
+    else
         S1F_WITHOUT_GIL(status = s1f_group_gather(group, (uint32_t)epoch, (uint32_t)round, recovering, data.values,
-                                                  length, hangup_fds.values, g.data, g.bytes));
-        result = status == S1F_OK ? s1f_list_of(count, gathered_item, &g) : s1f_raise(status);
+                                                  length, hangup_fds.values, theirs, lengths));
+    PyObject *result = status == S1F_OK ? PyList_New((Py_ssize_t)count) : s1f_raise(status);
+    for (int64_t rank = 0; result != NULL && rank < count; rank++) {
+        PyObject *bytes = PyBytes_FromStringAndSize(theirs + rank * S1F_GATHER_BYTES, lengths[rank]);
+        if (bytes == NULL || PyList_SetItem(result, (Py_ssize_t)rank, bytes) < 0)
+            Py_CLEAR(result);
     }
-    free(g.bytes);
-    free(g.data);
+    free(lengths);
+    free(theirs);
     return result;
 }
 
@@ -179,9 +147,8 @@ PyMethodDef s1f_group_methods[] = {
     S1F_ROW(group_block_bytes, "Size of the block that the ranks share."),
     S1F_ROW(group_create, "One rank's view of a block, and of what ranks of its host share beside it, or None."),
     S1F_ROW(group_set_limits, "Longest silence of a peer; how long to spin before sleeping."),
-    S1F_ROW(group_enter, "Comes to a step, which may not begin."),
+    S1F_ROW(group_enter, "Comes to a step, which may not begin, or has left the one before well."),
     S1F_ROW(group_begin_step, "Begins a step."),
-    S1F_ROW(group_end_step, "Leaves the step, which went well."),
     S1F_ROW(group_finish_step, "Waits until that rank's units are done as well."),
     S1F_ROW(group_is_spoiled, "Whether what this rank received in its step may be worth nothing."),
     S1F_ROW(group_progress, "Says what this rank does now."),

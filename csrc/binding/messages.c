@@ -31,25 +31,12 @@ int s1f_messages_create(s1f_messages *messages)
 
 /* -- received ------------------------------------------------------------------------------------------------------ */
 
-/* (dtype code, flags, sizes, offset in the payload) of each tensor of a message. */
-static PyObject *describe_message(const s1f_message *message)
+/* (dtype code, flags, sizes, offset in the payload) */
+static PyObject *tensor_item(const void *tensors, int64_t i)
 {
-    PyObject *descriptions = PyTuple_New(message->num_tensors);
-    for (int32_t i = 0; descriptions != NULL && i < message->num_tensors; i++) {
-        const s1f_tensor_header *tensor = &message->tensors[i];
-        PyObject *sizes = PyTuple_New(tensor->ndim);
-        for (int32_t d = 0; sizes != NULL && d < tensor->ndim; d++)
-            PyTuple_SetItem(sizes, d, PyLong_FromLongLong(tensor->sizes[d]));
-        PyObject *item = sizes == NULL ? NULL
-                                       : Py_BuildValue("(iiNL)", (int)tensor->dtype, (int)tensor->flags, sizes,
-                                                       (long long)tensor->offset);
-        if (item == NULL) {
-            Py_CLEAR(descriptions);
-            break;
-        }
-        PyTuple_SetItem(descriptions, i, item);
-    }
-    return descriptions;
+    const s1f_tensor_header *tensor = (const s1f_tensor_header *)tensors + i;
+    return Py_BuildValue("(iiNL)", (int)tensor->dtype, (int)tensor->flags,
+                         s1f_tuple_of(tensor->ndim, s1f_int64_item, tensor->sizes), (long long)tensor->offset);
 }
 
 /* Borrowed from the place. */
@@ -61,12 +48,10 @@ static PyObject *views_of(s1f_messages *messages, const s1f_input *input)
     if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
         memcmp(cached->tensors, message->tensors, bytes) == 0)
         return cached->views;
-    PyObject *descriptions = describe_message(message);
-    if (descriptions == NULL)
-        return NULL;
     PyObject *end = PyList_GetItem(messages->ends, input->edge);
-    PyObject *made = PyObject_CallFunction(messages->make_views, "ONN", end,
-                                           PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
+    PyObject *made =
+        PyObject_CallFunction(messages->make_views, "ONN", end, PyLong_FromVoidPtr((void *)(uintptr_t)input->payload),
+                              s1f_tuple_of(message->num_tensors, tensor_item, message->tensors));
     PyObject *views = made == NULL ? NULL : Py_BuildValue("(N)", made);
     if (views == NULL)
         return NULL;

@@ -27,20 +27,6 @@ static PyObject *times_of(const s1f_program *program, const s1f_simulation *simu
                          s1f_tuple_of(simulation->path_length, path_unit, simulation->path));
 }
 
-static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, int with_causes)
-{
-    s1f_simulation *simulation = NULL;
-    s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_program_simulate(program, costs, with_causes, &simulation);
-    if (status == S1F_OK && with_causes)
-        status = s1f_simulation_find_slack(program, costs, simulation);
-    Py_END_ALLOW_THREADS
-    PyObject *result = status == S1F_OK ? times_of(program, simulation) : s1f_raise(status);
-    s1f_simulation_free(simulation);
-    return result;
-}
-
 /* Whether an array that may be None holds as many values as it must. */
 static int may_hold(const char *name, const void *values, int64_t count, int64_t wanted)
 {
@@ -77,7 +63,16 @@ S1F_METHOD(PyObject *, program_simulate, s1f_program *, program, s1f_doubles, se
                        .optimizer = of_ranks};
     for (int pass = 0; pass < s1f_num_passes; pass++)
         costs.pass_seconds[pass] = seconds.values + pass * cells;
-    return simulate(program, &costs, critical);
+    s1f_simulation *simulation = NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_program_simulate(program, &costs, critical, &simulation);
+    if (status == S1F_OK && critical)
+        status = s1f_simulation_find_slack(program, &costs, simulation);
+    Py_END_ALLOW_THREADS
+    PyObject *result = status == S1F_OK ? times_of(program, simulation) : s1f_raise(status);
+    s1f_simulation_free(simulation);
+    return result;
 }
 
 /* Completes the seconds of all passes in place. */

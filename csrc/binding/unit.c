@@ -69,8 +69,7 @@ S1F_METHOD(PyObject *, unit_state)
     return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
 }
 
-S1F_CORE_VOID(void, current_unit_set_state, PyObject *, state)
-S1F_CORE_VOID(void, current_unit_set_whole)
+S1F_CORE_VOID(void, current_unit_set_state, PyObject *, state, bool, is_whole)
 S1F_CORE_VOID(void, current_unit_set_documents, int64_t, count)
 
 PyMethodDef s1f_unit_methods[] = {
@@ -81,8 +80,8 @@ PyMethodDef s1f_unit_methods[] = {
             "unit's micro-batch follows; None: the one before it."),
     S1F_ROW(unit_state, "What current_unit_set_state gave the unit that runs on this thread, or None."),
     S1F_ROW(current_unit_set_state,
-            "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
-    S1F_ROW(current_unit_set_whole, "Ops of the unit that runs on this thread count as outside a step."),
+            "An object of the unit that runs on this thread; the caller keeps it until the unit ends. is_whole: from "
+            "here on ops of the unit count as outside a step."),
     S1F_ROW(current_unit_set_documents,
             "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
     {NULL, NULL, 0, NULL}};

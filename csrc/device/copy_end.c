@@ -118,7 +118,7 @@ static s1f_status copy_move(s1f_device_end *end, int32_t number, const s1f_messa
 /* A sender closes what it opened. A receiver waits for that: as long as the sender lives, it may write there. */
 static int copy_forget(s1f_device_end *end)
 {
-    s1f_wait_reason reason = s1f_device_end_reason(end, "closing", -1);
+    s1f_wait_reason reason = s1f_edge_reason(&end->head, "closing", -1);
     struct timespec pause = {.tv_nsec = 1000 * 1000};
     for (int32_t i = 0; !end->head.is_receiver && i < end->num_places; i++)
         close_target(end, &end->places[i]);

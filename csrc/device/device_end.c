@@ -1,8 +1,6 @@
 /* device_end.c - the order of host, streams and events around a transfer between GPUs. */
 #include "device_end.h"
 
-#include "../run/arena.h"
-
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -127,24 +125,12 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
     return done > 0 ? S1F_OK : S1F_ERR_STATE;
 }
 
-s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
-{
-    return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
-                             .hangup_fd = end->hangup_fd,
-                             .purpose = purpose,
-                             .edge = end->head.text,
-                             .sequence = sequence};
-}
-
 /* The unit is the message's where the rank to blame has run it, else what that rank last reported. */
 void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, int32_t is_peers, const char *why)
 {
     s1f_group *group = end->watchdog->group;
     s1f_failure failure = {.rank = is_peers ? end->head.peer_rank : s1f_group_rank(group)};
     char unit[sizeof failure.unit], message[sizeof unit + 32] = "";
-    int64_t age_ns;
-    int32_t waits_for;
-    s1f_group_get_progress(group, failure.rank, failure.unit, &age_ns, &waits_for);
     if (sequence >= 0) {
         s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
         snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, unit);
@@ -180,7 +166,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
 {
     if (end->mover->settled == NULL)
         return S1F_OK;
-    s1f_wait_reason reason = s1f_device_end_reason(end, purpose, sequence);
+    s1f_wait_reason reason = s1f_edge_reason(&end->head, purpose, sequence);
     S1F_TRY(s1f_device_enter(end->device));
     S1F_TRY(s1f_device_leave(end->device, s1f_device_end_wait(end, is_settled, &reason)));
     S1F_TRY(enter(end));
@@ -368,7 +354,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     status = leave(end, status);
     if (failed || status != S1F_OK || !head->is_receiver)
         return status;
-    s1f_wait_reason reason = s1f_device_end_reason(end, "waiting on the GPU for", end->started - 1);
+    s1f_wait_reason reason = s1f_edge_reason(head, "waiting on the GPU for", end->started - 1);
     reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
     S1F_TRY(s1f_device_enter(end->device));
     S1F_TRY(s1f_device_leave(end->device, s1f_group_poll(head->group, has_all, end, &reason)));
@@ -484,7 +470,6 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
     end->control = control;
     end->watchdog = watchdog;
     end->device = watchdog->device;
-    end->hangup_fd = s1f_arena_hangup_fd(control);
     s1f_status status = init_end(end);
     if (status != S1F_OK) {
         s1f_edge_end_free(&end->head);

@@ -83,7 +83,6 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t staging_bytes;
     /* not 0: the end proves itself (s1f_edge_proof_post): what fails is its own, each wait ends so soon */
     int64_t proof_ns;
-    int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
     int32_t is_leaked;           /* memory of the end on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */
@@ -110,8 +109,6 @@ int s1f_device_end_has(s1f_device_end *end, s1f_cu_event event, int64_t sequence
 int s1f_device_end_is_over(s1f_device_end *end, int64_t sequence);
 void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, int32_t is_peers, const char *why);
 void s1f_device_end_abort(s1f_device_end *end);
-/* purpose: "waiting for"; sequence: -1: none. */
-s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence);
 
 /* Waits for the GPU, NCCL, or the host of the peer. is_done: below 0, with an error recorded, while an end proves
  * itself. */

@@ -14,7 +14,7 @@ static int is_over(void *end)
 
 static s1f_status wait_until(s1f_device_end *end, int (*is_done)(void *end), const char *what)
 {
-    s1f_wait_reason reason = s1f_device_end_reason(end, what, 0);
+    s1f_wait_reason reason = s1f_edge_reason(&end->head, what, 0);
     S1F_TRY(s1f_device_enter(end->device));
     return s1f_device_leave(end->device, s1f_device_end_wait(end, is_done, &reason));
 }

@@ -39,8 +39,8 @@ static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t 
 
 static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
 {
-    s1f_wait_reason reason =
-        s1f_device_end_reason(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
+    int64_t oldest = end->seen_over < end->started ? end->seen_over : -1;
+    s1f_wait_reason reason = s1f_edge_reason(&end->head, "watching", oldest);
     if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK || end->proof_ns != 0)
         return;
     watch_transfer(watchdog, end, now); /* first: NCCL does not say what is wrong with the GPU */

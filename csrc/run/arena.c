@@ -33,9 +33,8 @@ typedef struct {
     arena_control *control;
     int64_t bytes, stride; /* of the arena; of one place */
     int32_t num_places;    /* NO_PLACES before the first step */
-    int hangup_fd;
-    int64_t posted, sent;   /* messages of this step */
-    const s1f_relay *relay; /* NULL: both ends map the arena */
+    int64_t posted, sent;  /* messages of this step */
+    s1f_relay *relay;      /* NULL: both ends map the arena */
     void *context;
     uint64_t *busy_until; /* sender with a relay, per place: position from which it may be written again */
 } arena_end;
@@ -86,11 +85,7 @@ void s1f_mapping_free(s1f_mapping *mapping)
 
 static s1f_status wait_for_place(arena_end *arena, uint64_t position, int64_t sequence)
 {
-    s1f_wait_reason reason = {.peer_rank = arena->head.peer_rank,
-                              .hangup_fd = arena->hangup_fd,
-                              .purpose = "waiting for a free place for",
-                              .edge = arena->head.text,
-                              .sequence = sequence};
+    s1f_wait_reason reason = s1f_edge_reason(&arena->head, "waiting for a free place for", sequence);
     return s1f_group_wait(arena->head.group, &arena->control->granted, position, &reason);
 }
 
@@ -133,9 +128,10 @@ static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
     if (num_places != arena->num_places)
         S1F_TRY(set_places(arena, num_places));
     arena->posted = arena->sent = 0;
-    return arena->relay == NULL
-               ? S1F_OK
-               : arena->relay->begin_step(arena->context, s1f_group_step(end->group), arena->stride - S1F_HEADER_BYTES);
+    if (arena->relay == NULL)
+        return S1F_OK;
+    return arena->relay(arena->context, "begin_step", s1f_group_step(end->group), NULL,
+                        arena->stride - S1F_HEADER_BYTES);
 }
 
 static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_t sequence, int64_t next, int32_t place)
@@ -161,7 +157,7 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
 #endif
     arena->posted++;
     if (arena->relay != NULL)
-        return arena->relay->post(arena->context, sequence, place_memory(arena, place));
+        return arena->relay(arena->context, "post", sequence, place_memory(arena, place), 0);
     s1f_signal_raise(&arena->control->granted, position_of(arena, arena->posted));
     return S1F_OK;
 }
@@ -180,11 +176,7 @@ static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place,
     if (!end->is_receiver || sequence < 0 || sequence >= arena->posted || place < 0 || place >= arena->num_places)
         return s1f_fail(S1F_ERR_STATE, "waited for in place %d of %d without having been posted", (int)place,
                         (int)arena->num_places);
-    s1f_wait_reason reason = {.peer_rank = end->peer_rank,
-                              .hangup_fd = arena->hangup_fd,
-                              .purpose = "waiting for",
-                              .edge = end->text,
-                              .sequence = sequence};
+    s1f_wait_reason reason = s1f_edge_reason(end, "waiting for", sequence);
     S1F_TRY(s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason));
     *message = (const s1f_message *)place_memory(arena, place);
     *payload = place_memory(arena, place) + S1F_HEADER_BYTES;
@@ -221,7 +213,7 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
     arena->sent++;
     if (arena->relay != NULL) {
         arena->busy_until[place] = position;
-        return arena->relay->send(arena->context, sequence, place_memory(arena, place), payload_bytes);
+        return arena->relay(arena->context, "send", sequence, place_memory(arena, place), payload_bytes);
     }
     s1f_signal_raise(&arena->control->sent, position);
     return S1F_OK;
@@ -236,11 +228,6 @@ s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence)
 {
     arena_end *arena = (arena_end *)end;
     return wait_for_place(arena, position_of(arena, sequence + 1), sequence);
-}
-
-int s1f_arena_hangup_fd(const s1f_edge_end *end)
-{
-    return ((const arena_end *)end)->hangup_fd;
 }
 
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end)
@@ -273,8 +260,8 @@ static const s1f_transport arena_transport = {
 
 /* -- creation ---------------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
-                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out)
+s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
+                                int32_t is_receiver, const char *text, s1f_edge_end **out)
 {
     if (bytes < 2 * PAGE_BYTES)
         return s1f_fail(S1F_ERR_ARG, "%s: an arena needs at least %d bytes, not %lld", text, 2 * PAGE_BYTES,
@@ -286,21 +273,16 @@ s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, c
     arena->head.group = group;
     arena->head.peer_rank = peer_rank;
     arena->head.is_receiver = is_receiver;
+    arena->head.hangup_fd = hangup_fd;
     strncpy(arena->head.text, text, sizeof arena->head.text - 1);
     arena->control = memory;
     arena->bytes = bytes;
-    arena->hangup_fd = -1;
-    arena->relay = relay;
-    arena->context = context;
     *out = &arena->head;
     return S1F_OK;
 }
 
-s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
-                                int32_t is_receiver, const char *text, s1f_edge_end **out)
+void s1f_arena_use_relay(s1f_edge_end *end, s1f_relay *relay, void *context)
 {
-    s1f_status status = s1f_relay_end_create(group, memory, bytes, NULL, NULL, peer_rank, is_receiver, text, out);
-    if (status == S1F_OK)
-        ((arena_end *)*out)->hangup_fd = hangup_fd;
-    return status;
+    ((arena_end *)end)->relay = relay;
+    ((arena_end *)end)->context = context;
 }

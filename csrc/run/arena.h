@@ -21,8 +21,8 @@ typedef struct s1f_mapping { /* memory mapped from a file descriptor (memfd), sh
 s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out);
 void s1f_mapping_free(s1f_mapping *mapping); /* NULL is fine */
 
-/* An end over an arena that both ranks map. memory: a mapping, zero-filled at first, `bytes` long, borrowed.
- * hangup_fd: a socket whose hang-up means that the peer died (borrowed), or -1. */
+/* An end over an arena that both ranks map, unless it uses a relay. memory: a mapping, zero-filled at first, `bytes`
+ * long, borrowed. hangup_fd: a socket whose hang-up means that the peer died (borrowed), or -1. */
 s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
                                 int32_t is_receiver, const char *text, s1f_edge_end **out);
 
@@ -31,20 +31,18 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, i
  * sent. */
 void *s1f_arena_place(s1f_edge_end *end, int32_t place);
 s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence);
-int s1f_arena_hangup_fd(const s1f_edge_end *end);
 _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the receiver's memories that it has open */
 
-/* Moves messages between two arenas that are not shared, each private to its end. Called by the thread of the end,
- * without the GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
-typedef struct {
-    s1f_status (*begin_step)(void *context, int64_t step, int64_t most_payload); /* bytes of a place */
-    s1f_status (*post)(void *context, int64_t sequence, void *place);            /* receiver: receive into this place */
-    s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
-} s1f_relay;
+/* Moves messages between two arenas that are not shared, each private to its end. It is told of an event:
+ *     begin_step   number: the step; bytes: the payload that a place holds
+ *     post         receiver: message `number` is to be received into this place
+ *     send         sender: message `number` is to be sent from this place, with so many bytes of payload
+ * Called by the thread of the end, without the GIL; must not block on the peer: completion comes by s1f_relay_done, from
+ * any thread. */
+typedef s1f_status s1f_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes);
 
-/* relay and context are borrowed, and must outlive the end. */
-s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
-                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out);
+/* For an end that is new. context is borrowed, and must outlive the end. */
+void s1f_arena_use_relay(s1f_edge_end *end, s1f_relay *relay, void *context);
 /* Message `sequence` of `step` is complete: it has come (receiver), or its place may be reused (sender). In order. */
 void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence);
 /* Sender: waits until every place may be reused. */

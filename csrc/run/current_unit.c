@@ -52,16 +52,13 @@ static s1f_current_unit *unit_to_change(void)
     return (s1f_current_unit *)(uintptr_t)s1f_current_unit_get();
 }
 
-void s1f_current_unit_set_state(void *state)
+void s1f_current_unit_set_state(void *state, int32_t is_whole)
 {
-    if (unit_to_change() != NULL)
-        unit_to_change()->state = state;
-}
-
-void s1f_current_unit_set_whole(void)
-{
-    if (unit_to_change() != NULL)
-        unit_to_change()->is_whole = 1;
+    s1f_current_unit *unit = unit_to_change();
+    if (unit == NULL)
+        return;
+    unit->state = state;
+    unit->is_whole |= is_whole;
 }
 
 void s1f_current_unit_set_documents(int64_t num_documents)

@@ -49,10 +49,9 @@ const s1f_current_unit *s1f_current_unit_get(void);
 void s1f_current_unit_set_thread(const s1f_current_unit *unit);
 s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit);
 
-/* These set the state, the number of documents, and that it is whole, of the unit that runs on this thread; nothing
- * happens outside a step. */
-void s1f_current_unit_set_state(void *state);
-void s1f_current_unit_set_whole(void);
+/* These set the state, or the number of documents, of the unit that runs on this thread; nothing happens outside a
+ * step. is_whole: 1 makes the unit whole. */
+void s1f_current_unit_set_state(void *state, int32_t is_whole);
 void s1f_current_unit_set_documents(int64_t num_documents);
 
 #endif

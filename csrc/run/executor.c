@@ -19,12 +19,11 @@ typedef struct {
 
 struct s1f_executor {
     s1f_pool pool; /* of all arrays */
-    const s1f_instruction *instructions;
-    int64_t num_instructions;
+    const s1f_program *program;
+    const s1f_instruction *instructions; /* the rank's */
     const s1f_edge *edges;
-    const s1f_rank_program *ranks; /* units of all ranks */
-    s1f_shape shape;
-    int32_t num_edges, num_stages, thread_scope;
+    int64_t num_instructions;
+    int32_t num_edges, thread_scope;
     s1f_group *group;
     s1f_kv_cache *cache;
     s1f_compute compute;
@@ -71,18 +70,6 @@ static int32_t most_inputs(const s1f_executor *executor)
     return most;
 }
 
-static void allocate(s1f_executor *executor)
-{
-    s1f_pool *pool = &executor->pool;
-    size_t num_edges = (size_t)executor->num_edges, num_stages = (size_t)executor->num_stages;
-    executor->ends = s1f_pool_take(pool, num_edges, sizeof *executor->ends);
-    executor->slots = s1f_pool_take(pool, num_stages, sizeof *executor->slots);
-    executor->spans = s1f_pool_take(pool, (size_t)executor->num_instructions, sizeof *executor->spans);
-    executor->stages = s1f_pool_take(pool, num_stages, sizeof *executor->stages);
-    executor->inputs = s1f_pool_take(pool, (size_t)most_inputs(executor), sizeof *executor->inputs);
-    executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
-}
-
 /* Takes this rank's ends of edges. */
 static s1f_status set_edges(s1f_executor *executor, int32_t rank, s1f_edge_end *const *ends)
 {
@@ -106,7 +93,7 @@ static void set_weights(s1f_executor *executor, const s1f_rank_program *own)
     s1f_pool *pool = &executor->pool;
     int64_t num_waits = 0, unit = 0, *run = s1f_pool_take(pool, (size_t)own->num_units, sizeof *run);
     executor->num_weights =
-        s1f_find_late_weights(&executor->shape, own->units, own->num_units, pool, &executor->weights);
+        s1f_find_late_weights(&executor->program->shape, own->units, own->num_units, pool, &executor->weights);
     for (int64_t i = 0; !pool->is_short && i < own->count; i++) {
         num_waits += own->instructions[i].opcode == S1F_OP_WAIT;
         if (own->instructions[i].opcode == S1F_OP_RUN)
@@ -119,9 +106,10 @@ static void set_weights(s1f_executor *executor, const s1f_rank_program *own)
     executor->fills = s1f_pool_take(pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
 }
 
-static void set_slots(s1f_executor *executor, const s1f_program *program, int32_t rank)
+static void set_slots(s1f_executor *executor, int32_t rank)
 {
-    for (int32_t stage = 0; stage < executor->num_stages; stage++) {
+    const s1f_program *program = executor->program;
+    for (int32_t stage = 0; stage < program->shape.num_stages; stage++) {
         s1f_stage_peak peak = program->peaks[stage];
         if (program->shape.rank_of_stage[stage] == rank)
             executor->slots[executor->num_slots++] = (s1f_stage_slots){stage, peak.kv_slots, peak.grad_slots};
@@ -135,28 +123,33 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     s1f_executor *executor = calloc(1, sizeof *executor);
     if (executor == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the executor");
+    executor->program = program;
     executor->instructions = s1f_program_instructions(program, rank, &executor->num_instructions);
     executor->edges = s1f_program_edges(program, &executor->num_edges);
-    executor->ranks = program->ranks;
-    executor->num_stages = program->shape.num_stages;
-    executor->shape = program->shape;
     executor->lifetimes = s1f_lifetimes_of(&program->shape);
     executor->thread_scope = thread_scope;
     executor->group = group;
     executor->cache = cache;
     executor->compute = *compute;
-    s1f_layout_create(program, rank, &executor->pool, &executor->layout);
-    allocate(executor);
-    s1f_status status = executor->pool.is_short ? S1F_ERR_MEMORY : set_edges(executor, rank, ends);
+    s1f_pool *pool = &executor->pool;
+    size_t num_edges = (size_t)executor->num_edges, num_stages = (size_t)program->shape.num_stages;
+    s1f_layout_create(program, rank, pool, &executor->layout);
+    executor->ends = s1f_pool_take(pool, num_edges, sizeof *executor->ends);
+    executor->slots = s1f_pool_take(pool, num_stages, sizeof *executor->slots);
+    executor->spans = s1f_pool_take(pool, (size_t)executor->num_instructions, sizeof *executor->spans);
+    executor->stages = s1f_pool_take(pool, num_stages, sizeof *executor->stages);
+    executor->inputs = s1f_pool_take(pool, (size_t)most_inputs(executor), sizeof *executor->inputs);
+    executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
+    s1f_status status = pool->is_short ? S1F_ERR_MEMORY : set_edges(executor, rank, ends);
     set_weights(executor, &program->ranks[rank]);
-    if (executor->pool.is_short)
+    if (pool->is_short)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
                           (long long)executor->num_instructions);
     if (status != S1F_OK) {
         s1f_executor_free(executor);
         return status;
     }
-    set_slots(executor, program, rank);
+    set_slots(executor, rank);
     *out = executor;
     return S1F_OK;
 }
@@ -168,12 +161,13 @@ static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, con
     int64_t num_rows;
     S1F_TRY(s1f_layout_set(&executor->layout, sequence_length, sizes, parts, &num_rows));
     return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, num_rows,
-                                   executor->shape.num_segments);
+                                   executor->program->shape.num_segments);
 }
 
 static s1f_status learn_sizes(s1f_executor *executor, const s1f_message *message)
 {
-    int64_t num_columns = s1f_num_columns(&executor->shape), *sizes = malloc((size_t)num_columns * sizeof *sizes);
+    int64_t num_columns = s1f_num_columns(&executor->program->shape);
+    int64_t *sizes = malloc((size_t)num_columns * sizeof *sizes);
     if (sizes == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld segment sizes", (long long)num_columns);
     s1f_status status = executor->compute.segment_sizes(executor->compute.context, message->sequence_length, sizes);
@@ -231,7 +225,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     S1F_TRY(s1f_p2p_wait(end, instruction->sequence, instruction->place, &input->message, &input->payload));
     const s1f_message *message = input->message;
     const s1f_edge *edge = &executor->edges[instruction->edge];
-    s1f_unit producer = executor->ranks[edge->source_rank].units[edge->sender[instruction->sequence]];
+    s1f_unit producer = executor->program->ranks[edge->source_rank].units[edge->sender[instruction->sequence]];
     s1f_message expected = describe(executor, instruction, producer);
     S1F_TRY(s1f_message_check(message, &expected));
     if (!executor->layout.is_known)
@@ -270,19 +264,6 @@ static void free_unit(s1f_executor *executor, s1f_unit unit)
     executor->stages[unit.stage].live_tokens -= s1f_size_of(&executor->layout, unit);
 }
 
-static s1f_current_unit describe_unit(const s1f_executor *executor, const s1f_instruction *instruction)
-{
-    s1f_current_unit current = {
-        .unit = instruction->unit,
-        .kv_slot = instruction->kv_slot,
-        .grad_slot = instruction->grad_slot,
-        .training = executor->training,
-        .cache = executor->cache,
-    };
-    s1f_layout_describe(&executor->layout, &current);
-    return current;
-}
-
 static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
 {
     s1f_unit unit = instruction->unit;
@@ -290,7 +271,14 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
         return s1f_fail(S1F_ERR_ARG,
                         "stage %d runs first on its rank and knows no sequence length: inputs are needed there",
                         (int)unit.stage);
-    s1f_current_unit current = describe_unit(executor, instruction);
+    s1f_current_unit current = {
+        .unit = unit,
+        .kv_slot = instruction->kv_slot,
+        .grad_slot = instruction->grad_slot,
+        .training = executor->training,
+        .cache = executor->cache,
+    };
+    s1f_layout_describe(&executor->layout, &current);
     char text[48];
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
@@ -324,13 +312,6 @@ static s1f_status release_sent(s1f_executor *executor, int32_t edge)
     return status;
 }
 
-static s1f_status release_all_sent(s1f_executor *executor)
-{
-    for (int32_t i = 0; i < executor->num_edges; i++)
-        S1F_TRY(release_sent(executor, i));
-    return S1F_OK;
-}
-
 /* SENDs of the RUN at i. */
 static int32_t count_sends(const s1f_executor *executor, int64_t i)
 {
@@ -347,7 +328,9 @@ static s1f_status run(s1f_executor *executor, int64_t i)
         executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
-    return status == S1F_OK ? release_all_sent(executor) : status;
+    for (int32_t edge = 0; status == S1F_OK && edge < executor->num_edges; edge++)
+        status = release_sent(executor, edge);
+    return status;
 }
 
 static s1f_status send(s1f_executor *executor, const s1f_instruction *instruction)
@@ -392,8 +375,8 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
         case S1F_OP_BACK:
-            status =
-                executor->compute.back(executor->compute.context, s1f_cell_of_all(&executor->shape, instruction->unit));
+            status = executor->compute.back(executor->compute.context,
+                                            s1f_cell_of_all(&executor->program->shape, instruction->unit));
             break;
         }
         executor->spans[i].end_ns = s1f_now_ns();
@@ -425,7 +408,7 @@ static s1f_status finish_transfers(s1f_executor *executor, s1f_status status)
 static int32_t count_places(const s1f_executor *executor, int32_t edge)
 {
     int32_t needed = executor->edges[edge].num_places, count = 4;
-    if (executor->shape.first_cell == NULL || needed > INT32_MAX / 2)
+    if (executor->program->shape.first_cell == NULL || needed > INT32_MAX / 2)
         return needed;
     while (count < needed)
         count *= 2;
@@ -436,7 +419,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
                              const int64_t *sizes, const s1f_unit_parts *parts)
 {
     memset(executor->spans, 0, (size_t)executor->num_instructions * sizeof *executor->spans);
-    memset(executor->stages, 0, (size_t)executor->num_stages * sizeof *executor->stages);
+    memset(executor->stages, 0, (size_t)executor->program->shape.num_stages * sizeof *executor->stages);
     executor->step = step;
     executor->training = training;
     executor->layout.is_known = 0;
@@ -484,7 +467,7 @@ s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns)
         else if (instruction->opcode == S1F_OP_WAIT)
             S1F_TRY(arrival(executor, i, &found.end_ns));
         else if (instruction->opcode == S1F_OP_BACK)
-            S1F_TRY(compute->back_time(compute->context, s1f_cell_of_all(&executor->shape, instruction->unit),
+            S1F_TRY(compute->back_time(compute->context, s1f_cell_of_all(&executor->program->shape, instruction->unit),
                                        &found.end_ns));
         else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
             found.end_ns = span->end_ns; /* the host waited for the unit, and copied */

@@ -44,8 +44,7 @@ size_t s1f_group_block_bytes(int32_t num_ranks)
     return FAILURE_BLOCK_BYTES + (size_t)num_ranks * (sizeof(progress_row) + sizeof(mailbox));
 }
 
-s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
-                            void *context, s1f_group **out)
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_group **out)
 {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
         return s1f_fail(S1F_ERR_ARG, "rank %d of %d ranks", (int)rank, (int)num_ranks);
@@ -64,8 +63,6 @@ s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_st
     group->turn = 1;
     group->timeout_ns = INT64_C(300) * 1000000000;
     group->spin_ns = 20 * 1000;
-    group->interrupted = interrupted;
-    group->context = context;
     *out = group;
     return S1F_OK;
 }
@@ -98,11 +95,6 @@ void s1f_group_begin_step(s1f_group *group, int64_t step)
     atomic_store(&group->mailboxes[group->rank].begun, step);
     snprintf(what, sizeof what, "the start of step %lld", (long long)step);
     s1f_group_progress(group, what);
-}
-
-void s1f_group_end_step(s1f_group *group)
-{
-    group->turn = group->step + 1;
 }
 
 s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd)
@@ -157,8 +149,7 @@ void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, in
     atomic_store_explicit(&group->rows[rank].waiting_for, peer, memory_order_relaxed);
 }
 
-void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
-                            int32_t *waiting_for)
+s1f_progress s1f_group_get_progress(const s1f_group *group, int32_t rank)
 {
     enum { TRIES = 1000 }; /* a rank killed while it writes leaves the version odd: then take what is there */
     progress_row *row = &group->rows[rank];
@@ -173,12 +164,14 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
         if (version % 2 == 0 && atomic_load_explicit(&row->version, memory_order_relaxed) == version)
             break;
     }
-    memcpy(what, words, S1F_WHAT_BYTES);
-    what[S1F_WHAT_BYTES - 1] = '\0';
-    if (time_ns == 0 || __builtin_sub_overflow(s1f_now_ns(), time_ns, age_ns) || *age_ns < 0)
-        *age_ns = -1; /* a time that is still to come would let a peer be silent until then */
+    s1f_progress found;
+    memcpy(found.what, words, S1F_WHAT_BYTES);
+    found.what[S1F_WHAT_BYTES - 1] = '\0';
+    if (time_ns == 0 || __builtin_sub_overflow(s1f_now_ns(), time_ns, &found.age_ns) || found.age_ns < 0)
+        found.age_ns = -1; /* a time that is still to come would let a peer be silent until then */
     int32_t peer = atomic_load_explicit(&row->waiting_for, memory_order_relaxed);
-    *waiting_for = peer >= 1 && peer <= group->num_ranks ? peer - 1 : -1;
+    found.waiting_for = peer >= 1 && peer <= group->num_ranks ? peer - 1 : -1;
+    return found;
 }
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
@@ -196,36 +189,30 @@ int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
     failure_block *block = group->failure;
     uint32_t none = FAILURE_NONE;
     int is_first = atomic_compare_exchange_strong(&block->failed, &none, FAILURE_BEING_WRITTEN);
-    if (is_first)
+    if (is_first) {
         block->failure = *failure;
+        if (failure->step == 0 && failure->unit[0] == '\0' && failure->rank >= 0 && failure->rank < group->num_ranks)
+            memcpy(block->failure.unit, s1f_group_get_progress(group, failure->rank).what, S1F_WHAT_BYTES);
+    }
     end_from(block, failure->step > 0 ? failure->step : group->turn);
     if (is_first)
         atomic_store_explicit(&block->failed, FAILURE_STANDS, memory_order_release);
     return is_first;
 }
 
-/* %.*s: the compiler knows that it fits */
-static void copy_text(char *out, size_t bytes, const char *text)
+s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge, int64_t step)
 {
-    snprintf(out, bytes, "%.*s", (int)bytes - 1, text);
-}
-
-/* Returns 0 if another failure came first. */
-static int fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
-{
-    s1f_failure failure = {.rank = rank};
-    int64_t age_ns;
-    int32_t waiting_for;
-    if (rank >= 0 && rank < group->num_ranks)
-        s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
-    copy_text(failure.edge, sizeof failure.edge, edge);
-    copy_text(failure.text, sizeof failure.text, text);
-    return s1f_group_fail_with(group, &failure);
+    s1f_failure failure = {.rank = rank, .step = step};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge, sizeof failure.edge - 1);
+    return failure;
 }
 
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
 {
-    fail_on_edge(group, rank, "", text);
+    s1f_failure failure = s1f_failure_of(rank, text, "", "", 0);
+    s1f_group_fail_with(group, &failure);
 }
 
 int s1f_group_has_failed(const s1f_group *group)
@@ -334,11 +321,6 @@ static uint32_t *futex_word(s1f_signal *signal)
     return (uint32_t *)(void *)&signal->position + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
 }
 
-static int reached(s1f_signal *signal, uint64_t target)
-{
-    return atomic_load_explicit(&signal->position, memory_order_acquire) >= target;
-}
-
 void s1f_signal_raise(s1f_signal *signal, uint64_t position)
 {
     atomic_store(&signal->position, position); /* sequentially consistent, before the look at the sleepers */
@@ -378,21 +360,21 @@ static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {
-    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && s1f_group_has_failed(group))
+    s1f_failure failure = s1f_failure_of(rank, text, "", reason->edge, 0);
+    if (!s1f_group_fail_with(group, &failure) && !reason->recovering && s1f_group_has_failed(group))
         return s1f_group_check(group);
     return s1f_fail(status, "%s", text);
 }
 
 static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
 {
-    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
-    int64_t age_ns;
-    int32_t rank = reason->peer_rank, waits_for;
+    char waiting[S1F_WHAT_BYTES * 4], text[S1F_FAILURE_BYTES];
+    int32_t rank = reason->peer_rank;
+    s1f_progress last = s1f_group_get_progress(group, rank);
     describe(reason, waiting, sizeof waiting);
-    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, age_ns < 0 ? "" : ", last seen in ", what,
-             waiting);
-    if (strcmp(what, "close()") == 0)
+    snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, last.age_ns < 0 ? "" : ", last seen in ",
+             last.what, waiting);
+    if (strcmp(last.what, "close()") == 0)
         snprintf(text, sizeof text,
                  "the script of rank %d has ended, or closed its engine (%s): did its data end earlier?", (int)rank,
                  waiting);
@@ -404,36 +386,34 @@ static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
  * wait in turn for one that compiles are not stuck themselves. */
 static int32_t follow_waits(const s1f_group *group, int32_t peer, int64_t *latest_age_ns)
 {
-    char what[S1F_WHAT_BYTES];
-    int32_t rank = peer, next;
+    int32_t rank = peer;
     *latest_age_ns = INT64_MAX;
     for (int32_t i = 0; i < group->num_ranks; i++) {
-        int64_t age_ns;
-        s1f_group_get_progress(group, rank, what, &age_ns, &next);
-        if (age_ns >= 0 && age_ns < *latest_age_ns)
-            *latest_age_ns = age_ns;
-        if (next < 0 || next >= group->num_ranks || next == group->rank)
+        s1f_progress found = s1f_group_get_progress(group, rank);
+        if (found.age_ns >= 0 && found.age_ns < *latest_age_ns)
+            *latest_age_ns = found.age_ns;
+        if (found.waiting_for < 0 || found.waiting_for == group->rank)
             break;
-        rank = next;
+        rank = found.waiting_for;
     }
     return rank;
 }
 
 static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, int64_t waited_ns)
 {
-    int64_t age_ns;
-    int32_t waits_for, rank;
+    int64_t latest_age_ns;
     if (waited_ns <= group->timeout_ns || reason->patient)
         return S1F_OK;
-    rank = follow_waits(group, reason->peer_rank, &age_ns);
-    if (age_ns <= group->timeout_ns)
+    int32_t rank = follow_waits(group, reason->peer_rank, &latest_age_ns);
+    if (latest_age_ns <= group->timeout_ns)
         return S1F_OK;
-    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
+    char waiting[S1F_WHAT_BYTES * 4], text[S1F_FAILURE_BYTES];
+    s1f_progress last = s1f_group_get_progress(group, rank);
     describe(reason, waiting, sizeof waiting);
-    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    double seconds = (double)(age_ns < 0 ? waited_ns : age_ns) * 1e-9;
+    double seconds = (double)(last.age_ns < 0 ? waited_ns : last.age_ns) * 1e-9;
     snprintf(text, sizeof text, "rank %d has %s%s for %.*f s (%s)", (int)rank,
-             age_ns < 0 ? "not entered a step" : "been in ", age_ns < 0 ? "" : what, seconds < 10, seconds, waiting);
+             last.age_ns < 0 ? "not entered a step" : "been in ", last.age_ns < 0 ? "" : last.what, seconds < 10,
+             seconds, waiting);
     return fail_wait(group, reason, S1F_ERR_TIMEOUT, rank, text);
 }
 
@@ -446,21 +426,14 @@ typedef struct { /* the awaited: a signal, or an answer */
 
 static int is_over(const awaited *what)
 {
-    return what->signal != NULL ? reached(what->signal, what->target) : what->is_done(what->context);
+    if (what->signal == NULL)
+        return what->is_done(what->context);
+    return atomic_load_explicit(&what->signal->position, memory_order_acquire) >= what->target;
 }
 
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
 {
     return hung_up(reason->hangup_fd) ? fail_lost(group, reason) : S1F_OK;
-}
-
-/* The peer is in a later step than this rank, and has not come to the collective that this rank waits in. */
-static s1f_status fail_skipped(s1f_group *group, const s1f_wait_reason *reason, int64_t begun)
-{
-    char text[S1F_FAILURE_BYTES];
-    snprintf(text, sizeof text, "rank %d has begun step %lld without a collective that rank %d waits in",
-             (int)reason->peer_rank, (long long)begun, (int)group->rank);
-    return fail_wait(group, reason, S1F_ERR_PEER, reason->peer_rank, text);
 }
 
 static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
@@ -474,8 +447,12 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
     if (!reason->recovering)
         S1F_TRY(s1f_group_check(group));
     int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
-    if (!reason->recovering && begun > group->step && !is_over(what)) /* the peer may have given the message before */
-        return fail_skipped(group, reason, begun);
+    if (!reason->recovering && begun > group->step && !is_over(what)) { /* it may have given the message before */
+        char text[S1F_FAILURE_BYTES];
+        snprintf(text, sizeof text, "rank %d has begun step %lld without a collective that rank %d waits in",
+                 (int)reason->peer_rank, (long long)begun, (int)group->rank);
+        return fail_wait(group, reason, S1F_ERR_PEER, reason->peer_rank, text);
+    }
     if (hung_up(reason->hangup_fd)) /* messages that the peer sent before its end still count */
         return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);
@@ -502,8 +479,8 @@ static s1f_status sleep_until(s1f_group *group, const awaited *what, const s1f_w
             continue;
         looked = now;
         S1F_TRY(look_around(group, what, reason, now - start));
-        if (group->interrupted != NULL && (handler_ran || now - asked >= INTERRUPT_NS)) {
-            S1F_TRY(group->interrupted(group->context));
+        if (handler_ran || now - asked >= INTERRUPT_NS) {
+            S1F_TRY(s1f_check_interrupted());
             asked = now;
         }
     }

@@ -26,23 +26,21 @@ enum {
 size_t s1f_group_block_bytes(int32_t num_ranks);
 /* One rank's view of a block (borrowed, must outlive the group): memory of this process for threads and for ranks on
  * several hosts (a watcher thread then copies what others publish), shared memory for processes of one host.
- * interrupted: called about ten times a second while waiting, returns S1F_OK to go on (signals); may be NULL.
+ * While it waits it asks s1f_check_interrupted about ten times a second.
  * A group is used by one thread, except set_progress, fail and check, which a watcher may call beside it. */
-s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
-                            void *context, s1f_group **out);
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_group **out);
 void s1f_group_free(s1f_group *group); /* NULL is fine */
 /* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
  * At first 300 s and 20 us. */
 void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
 int64_t s1f_group_timeout_ns(const s1f_group *group);
-/* This rank comes to a step, and may still find that it cannot begin it. Steps are counted from 1 by every rank for
- * itself, those included that end with an error: so the ranks pair by their counts. */
+/* This rank comes to a step, and may still find that it cannot begin it. A step that went well is left by coming to the
+ * next one: code between steps, and its collectives, belong to that. Steps are counted from 1 by every rank for itself,
+ * those included that end with an error: so the ranks pair by their counts. */
 void s1f_group_enter(s1f_group *group, int64_t step);
 /* Begins the step, with or without s1f_group_enter before. Positions on edges are (step, sequence), so that messages
  * left by a failed step are not taken for those of the new step. */
 void s1f_group_begin_step(s1f_group *group, int64_t step);
-/* Leaves the step, which went well. Code between steps, and its collectives, belong to the next step. */
-void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
 int32_t s1f_group_rank(const s1f_group *group);
 /* This rank's units of the step are done. Waits until those of last_rank are done, too: the rank on which backwards
@@ -54,12 +52,14 @@ s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup
 void s1f_group_progress(s1f_group *group, const char *what);
 /* Sets another rank's progress, as learnt by a watcher. age_ns: how long ago it was; waiting_for: a rank or -1. */
 void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for);
-/* Reads what a rank does, for how long, and whom it waits for (-1: nobody). An age of -1: it never reported. */
-void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
-                            int32_t *waiting_for);
+typedef struct { /* what a rank does, for how long (-1: it never reported), and whom it waits for (-1: nobody) */
+    char what[S1F_WHAT_BYTES];
+    int64_t age_ns;
+    int32_t waiting_for;
+} s1f_progress;
+s1f_progress s1f_group_get_progress(const s1f_group *group, int32_t rank);
 
-/* Ends the step that this rank is in, on every rank: the first failure wins; waiters find it within 20 ms. The unit is
- * what the failed rank last reported.
+/* Ends the step that this rank is in, on every rank: the first failure wins; waiters find it within 20 ms.
  *
  * A failure ends its step and all later steps. A rank that is still in an earlier step does not see the failure: the
  * failed rank has left that step, and has given the others all messages that they need to leave it, too. If a rank
@@ -70,8 +70,11 @@ typedef struct {
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
     int64_t step; /* the first step that it ends; for fail_with, 0: this rank's step */
 } s1f_failure;
-/* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere. Returns 0
- * if another failure came first: the first one's text stands. */
+/* Texts that are too long are cut. */
+s1f_failure s1f_failure_of(int32_t rank, const char *text, const char *unit, const char *edge, int64_t step);
+/* As s1f_group_fail, with all that a watcher (watchdog.h, transport/store.py) knows of a failure elsewhere. In this
+ * rank's step, an unknown unit becomes what the failed rank last reported. Returns 0 if another failure came first: the
+ * first one's text stands. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);

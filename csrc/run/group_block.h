@@ -57,8 +57,6 @@ struct s1f_group {
     int32_t buffer;       /* buffer of this epoch */
     _Atomic int64_t turn; /* the step of this rank, or the next: ended by a failure of that step or an earlier one */
     s1f_spoiled *spoiled; /* the block's, or what a host shares */
-    s1f_status (*interrupted)(void *context);
-    void *context;
 };
 
 /* From here on nobody can meet this rank in that step, nor in one before. */

@@ -108,14 +108,13 @@ void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *g
     *grad_bytes = cache->grad_bytes;
 }
 
-int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, int64_t *layer, s1f_layer_shape *shape)
+int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, s1f_layer_shape *shape)
 {
     for (int32_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
         if (entry->step != cache->step || index-- > 0)
             continue;
         *stage = entry->stage;
-        *layer = entry->layer;
         *shape = entry->shape;
         return 1;
     }

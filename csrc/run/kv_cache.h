@@ -83,7 +83,6 @@ s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out);
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes);
 
 /* Layers used since begin_step, index ascending from 0: 0 past the last, else 1 and what its slabs hold. */
-int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, int64_t *layer,
-                       s1f_layer_shape *shape);
+int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, s1f_layer_shape *shape);
 
 #endif

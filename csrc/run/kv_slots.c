@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+enum { NO_PASS = -1 };
+
 void s1f_kv_slots_free(s1f_kv_slots *slots)
 {
     s1f_pool_free(&slots->pool);
@@ -32,6 +34,7 @@ s1f_status s1f_kv_slots_begin_step(s1f_kv_slots *slots, const s1f_stage_slots *s
         s1f_kv_slots_free(slots);
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the KV cache slots of %d stages", (int)num_stages);
     }
+    slots->running.pass = NO_PASS;
     slots->num_rows = num_rows;
     slots->num_segments = num_segments;
     return S1F_OK;
@@ -49,14 +52,12 @@ static int holds(const s1f_slot_state *slot, const s1f_current_unit *unit)
     return slot->live && slot->microbatch == unit->unit.microbatch;
 }
 
-/* The slot that a unit of the program names; *grads is NULL in F and R. */
-static s1f_slot_state *find_slot(s1f_kv_slots *slots, const s1f_current_unit *unit, s1f_grad_slot_state **grads)
+static s1f_stage_state *stage_of(const s1f_kv_slots *slots, const s1f_current_unit *unit)
 {
     s1f_stage_state *stage = slots->stages;
     while (stage->stage != unit->unit.stage)
         stage++;
-    *grads = s1f_goes_back(unit) ? &stage->grad_states[unit->grad_slot] : NULL;
-    return &stage->slots[unit->kv_slot];
+    return stage;
 }
 
 /* The parent of a unit has run forward, and not back. */
@@ -83,8 +84,7 @@ static s1f_status begin_forward(s1f_kv_slots *slots, const s1f_current_unit *uni
                             (int)unit->kv_slot, (int)slot->microbatch);
         s1f_segment_state *segments = slot->segments;
         memset(segments, 0, (size_t)slots->num_segments * sizeof *segments);
-        *slot = (s1f_slot_state){
-            .microbatch = unit->unit.microbatch, .live = 1, .tag = slots->serial + 1, .segments = segments};
+        *slot = (s1f_slot_state){.microbatch = unit->unit.microbatch, .live = 1, .segments = segments};
     }
     slot->is_tree |=
         unit->parent != s - 1 || unit->num_children != (s + 1 < unit->num_segments) || unit->row != unit->offset;
@@ -98,74 +98,65 @@ static s1f_status begin_forward(s1f_kv_slots *slots, const s1f_current_unit *uni
 }
 
 /* Between F and B of its segment. */
-static int may_recompute(const s1f_slot_state *slot, int32_t segment)
-{
-    return slot->segments[segment].is_forward && !slot->segments[segment].is_back;
-}
-
 static s1f_status begin_recomputation(const s1f_current_unit *unit, const s1f_slot_state *slot)
 {
     int32_t s = unit->unit.segment;
-    if (may_recompute(slot, s))
+    if (slot->segments[s].is_forward && !slot->segments[s].is_back)
         return S1F_OK;
     return s1f_fail(S1F_ERR_STATE, "%s: segment %d is recomputed %s", s1f_name_of(unit).text, (int)s,
                     slot->segments[s].is_forward ? "after its backward" : "before its forward");
 }
 
 /* The segment's F is done, and so are the backwards of its children. */
-static int may_go_back(const s1f_slot_state *slot, int32_t segment)
-{
-    const s1f_segment_state *state = &slot->segments[segment];
-    return state->is_forward && !state->is_back && state->num_children_back == state->num_children;
-}
-
-/* Says why a segment may not go back. */
-static s1f_status refuse_backward(const s1f_current_unit *unit, const s1f_slot_state *slot)
+static s1f_status check_children(const s1f_current_unit *unit, const s1f_slot_state *slot)
 {
     int32_t s = unit->unit.segment;
-    if (!slot->segments[s].is_forward)
+    const s1f_segment_state *state = &slot->segments[s];
+    if (!state->is_forward)
         return s1f_fail(S1F_ERR_STATE, "%s: backward before the forward of segment %d", s1f_name_of(unit).text, (int)s);
-    if (slot->segments[s].is_back)
+    if (state->is_back)
         return s1f_fail(S1F_ERR_STATE, "%s: second backward of segment %d", s1f_name_of(unit).text, (int)s);
+    if (state->num_children_back == state->num_children)
+        return S1F_OK;
     return s1f_fail(S1F_ERR_STATE,
                     "%s: backward of segment %d, which %d segments follow, after the backward of %d of them (a segment "
                     "goes back after those that follow it)",
-                    s1f_name_of(unit).text, (int)s, (int)slot->segments[s].num_children,
-                    (int)slot->segments[s].num_children_back);
+                    s1f_name_of(unit).text, (int)s, (int)state->num_children, (int)state->num_children_back);
 }
 
 static s1f_status begin_backward(const s1f_current_unit *unit, s1f_slot_state *slot, s1f_grad_slot_state *grads)
 {
-    int32_t s = unit->unit.segment;
-    if (!may_go_back(slot, s))
-        return refuse_backward(unit, slot);
-    if (grads->tag != 0 && grads->tag != slot->tag)
+    S1F_TRY(check_children(unit, slot));
+    if (grads->tag != 0 && grads->tag != slot->segments[0].serial)
         return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", s1f_name_of(unit).text,
                         (int)unit->grad_slot, (int)grads->microbatch);
     if (grads->tag == 0 && slot->backwards > 0)
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold gradient slot %d", s1f_name_of(unit).text,
                         (int)slot->microbatch, (int)unit->grad_slot);
-    *grads = (s1f_grad_slot_state){slot->tag, slot->microbatch};
+    *grads = (s1f_grad_slot_state){slot->segments[0].serial, slot->microbatch};
     return S1F_OK;
 }
 
 s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *unit)
 {
-    s1f_grad_slot_state *grads;
-    s1f_slot_state *slot = find_slot(slots, unit, &grads);
+    s1f_stage_state *stage = stage_of(slots, unit);
+    s1f_slot_state *slot = &stage->slots[unit->kv_slot];
     if (!(s1f_is_forward(unit) && unit->unit.segment == 0) && !holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", s1f_name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
-    return s1f_is_forward(unit)  ? begin_forward(slots, unit, slot)
-           : s1f_goes_back(unit) ? begin_backward(unit, slot, grads)
-                                 : begin_recomputation(unit, slot);
+    S1F_TRY(s1f_is_forward(unit)  ? begin_forward(slots, unit, slot)
+            : s1f_goes_back(unit) ? begin_backward(unit, slot, &stage->grad_states[unit->grad_slot])
+                                  : begin_recomputation(unit, slot));
+    slots->running = unit->unit;
+    return S1F_OK;
 }
 
 int32_t s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit)
 {
-    s1f_grad_slot_state *grads;
-    s1f_slot_state *slot = find_slot(slots, unit, &grads);
+    s1f_stage_state *stage = stage_of(slots, unit);
+    s1f_slot_state *slot = &stage->slots[unit->kv_slot];
     s1f_segment_state *segment = &slot->segments[unit->unit.segment];
+    slots->running.pass = NO_PASS;
     if (s1f_is_forward(unit)) {
         segment->is_forward = 1;
         slot->forwards++;
@@ -177,7 +168,7 @@ int32_t s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *un
         slot->backwards++;
         slot->live = slot->backwards < unit->num_segments;
         if (!slot->live)
-            *grads = (s1f_grad_slot_state){0, 0};
+            stage->grad_states[unit->grad_slot] = (s1f_grad_slot_state){0, 0};
     }
     return slot->is_tree;
 }
@@ -187,13 +178,8 @@ s1f_status s1f_kv_slots_running(s1f_kv_slots *slots, const s1f_current_unit *uni
     if (unit->kv_slot < 0)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has no keys and values",
                         s1f_name_of(unit).text);
-    s1f_grad_slot_state *grads;
-    const s1f_slot_state *state = *out = find_slot(slots, unit, &grads);
-    int32_t s = unit->unit.segment;
-    int begun = s1f_is_forward(unit)  ? state->segments[s].serial != 0 && !state->segments[s].is_forward
-                : s1f_goes_back(unit) ? may_go_back(state, s)
-                                      : may_recompute(state, s);
-    if (!holds(state, unit) || !begun)
+    if (memcmp(&slots->running, &unit->unit, sizeof slots->running) != 0)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has not begun", s1f_name_of(unit).text);
+    *out = &stage_of(slots, unit)->slots[unit->kv_slot];
     return S1F_OK;
 }

@@ -23,12 +23,11 @@ typedef struct {
     int32_t live;                /* a backward of `microbatch` is still to come */
     int32_t forwards, backwards; /* units finished */
     int32_t is_tree;             /* some segment does not follow the segment before, or lies in other rows */
-    int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
     s1f_segment_state *segments; /* [num_segments] */
 } s1f_slot_state;
 
 typedef struct {
-    int64_t tag; /* tag of the s1f_slot_state whose gradients the slot takes, 0: free */
+    int64_t tag; /* serial of the F of segment 0 whose micro-batch's gradients the slot takes, 0: free */
     int32_t microbatch;
 } s1f_grad_slot_state;
 
@@ -44,6 +43,7 @@ typedef struct {          /* zeros: before the first step */
     int64_t serial;       /* a counter; never reset, so no tag of the past is met again */
     int32_t num_segments; /* segments of the longest micro-batch of the step */
     s1f_stage_state *stages;
+    s1f_unit running; /* has begun, and is not finished; a pass below 0: none has */
 } s1f_kv_slots;
 
 /* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. The last returns is_tree of s1f_slot_state. The program

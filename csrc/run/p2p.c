@@ -205,6 +205,15 @@ void s1f_edge_end_free(s1f_edge_end *end)
         end->transport->free(end);
 }
 
+s1f_wait_reason s1f_edge_reason(const s1f_edge_end *end, const char *purpose, int64_t sequence)
+{
+    return (s1f_wait_reason){.peer_rank = end->peer_rank,
+                             .hangup_fd = end->hangup_fd,
+                             .purpose = purpose,
+                             .edge = end->text,
+                             .sequence = sequence};
+}
+
 /* A stage may give its input's gradient by B and its neighbour by I: both make it. */
 static int carries_alike(const s1f_message *message, const s1f_message *other)
 {

@@ -76,6 +76,7 @@ struct s1f_edge_end { /* head of every transport's own struct */
     s1f_group *group; /* borrowed */
     int32_t peer_rank;
     int32_t is_receiver;
+    int hangup_fd;                  /* a socket that hangs up when the peer dies (borrowed), or -1 */
     char text[S1F_EDGE_TEXT_BYTES]; /* "activations of stage 0 to 1": for messages */
 };
 
@@ -101,6 +102,9 @@ s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count);
  * what was sent. failed: the step is given up, and so is what is under way. */
 s1f_status s1f_p2p_finish(s1f_edge_end *end, int32_t failed);
 void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
+
+/* Why an end waits for its peer. purpose: "waiting for"; sequence: -1: none. */
+s1f_wait_reason s1f_edge_reason(const s1f_edge_end *end, const char *purpose, int64_t sequence);
 
 /* Bytes behind the header of the message in a place, -1 if there is no message: for transports that move bytes. */
 int64_t s1f_message_payload_bytes(const void *place);

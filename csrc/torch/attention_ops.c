@@ -1,7 +1,7 @@
 /* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on
  * torch's threads. */
 #include "../../kernels/attention.h"
-#include "op_table.h"
+#include "ops.h"
 #include "segment_rows.h"
 
 #include <string.h>
@@ -39,7 +39,7 @@ static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_te
         .q = q->data,
         .q_strides = strides_of(q),
         .scale = s1f_op_float(call->scalars[0]),
-        .window = s1f_op_int(call->scalars[1]),
+        .window = (int64_t)call->scalars[1],
         .softcap = s1f_op_float(call->scalars[2]),
     };
     if (slopes->numel > 0) {
@@ -114,8 +114,6 @@ static void torch_parallel(int64_t begin, int64_t end, int64_t grain, s1f_parall
 static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *cache, s1f_attention_context *context)
 {
     context->scratch_bytes = bytes;
-    if (bytes == 0)
-        return S1F_OK;
     if (cache != NULL)
         return s1f_kv_cache_scratch(cache, bytes, &context->scratch);
     s1f_op_tensor temporary = {0};
@@ -305,7 +303,7 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     S1F_TRY(s1f_op_require(out->ndim == 4 && out->numel > 0, "out", out, "must agree with q and v"));
     args.v_head_dim = out->sizes[3];
     S1F_TRY(take_results(call, &t[0], out, &t[3], &args));
-    args.kv_heads = s1f_op_int(call->scalars[3]);
+    args.kv_heads = (int64_t)call->scalars[3];
     S1F_TRY(s1f_segment_backward(&t[4], q, out, args.kv_heads, &segment));
 
     S1F_TRY(attend_to_rows(call, &args, &segment));

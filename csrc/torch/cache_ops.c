@@ -1,5 +1,5 @@
 /* cache_ops.c - the rows of the KV cache as tensors, on any device, for attention by torch's own ops. */
-#include "op_table.h"
+#include "ops.h"
 #include "segment_rows.h"
 
 #include <string.h>
@@ -99,7 +99,7 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     s1f_segment segment;
     S1F_TRY(s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)"));
     S1F_TRY(s1f_op_require(out->ndim == 4, "out", out, "must be (batch, heads, tokens, head_dim of v)"));
-    S1F_TRY(s1f_segment_backward(layer, q, out, s1f_op_int(call->scalars[0]), &segment));
+    S1F_TRY(s1f_segment_backward(layer, q, out, (int64_t)call->scalars[0], &segment));
     const s1f_kv_grads *grads = &segment.grads;
     int64_t held = grads->kept, one = 1, shown = shown_rows(&segment);
     int32_t of_sums = s1f_dtype_of_sums(q->dtype);

@@ -18,11 +18,10 @@ static s1f_status describe(s1f_op_tensor *t)
         s1f_torch.aoti_torch_get_dim(t->handle, &t->ndim) != 0 ||
         s1f_torch.aoti_torch_get_numel(t->handle, &t->numel) != 0 ||
         s1f_torch.aoti_torch_get_sizes(t->handle, &t->sizes) != 0 ||
-        s1f_torch.aoti_torch_get_strides(t->handle, &t->strides) != 0)
+        s1f_torch.aoti_torch_get_strides(t->handle, &t->strides) != 0 ||
+        s1f_torch.aoti_torch_get_data_ptr(t->handle, &t->data) != 0)
         return s1f_torch_failed("tensor description");
     t->dtype = s1f_dtype_from_torch(dtype);
-    if (s1f_torch.aoti_torch_get_data_ptr(t->handle, &t->data) != 0)
-        return s1f_torch_failed("aoti_torch_get_data_ptr");
     return S1F_OK;
 }
 
@@ -126,11 +125,6 @@ double s1f_op_float(StableIValue value)
     double number;
     memcpy(&number, &value, sizeof number);
     return number;
-}
-
-int64_t s1f_op_int(StableIValue value)
-{
-    return (int64_t)value;
 }
 
 s1f_status s1f_op_require(int condition, const char *name, const s1f_op_tensor *t, const char *rule)

@@ -46,7 +46,6 @@ s1f_status s1f_op_failure_take(const char **text);
 s1f_status s1f_torch_failed(const char *function);
 
 double s1f_op_float(StableIValue value);
-int64_t s1f_op_int(StableIValue value);
 
 /* S1F_ERR_ARG with the tensor's name, shape and dtype, and the rule, unless the condition holds. */
 s1f_status s1f_op_require(int condition, const char *name, const s1f_op_tensor *t, const char *rule);

@@ -1,8 +1,6 @@
 /* ops.c - registers the ops with torch's dispatcher. */
 #include "ops.h"
 
-#include "op_table.h"
-
 #include <stddef.h>
 
 #define S1F_BOXED(name, num_tensors, num_outputs, any_device, schema)                                                  \
@@ -15,7 +13,7 @@
 S1F_OPS(S1F_BOXED)
 #undef S1F_BOXED
 
-static s1f_status define_ops(TorchLibraryHandle definitions, TorchLibraryHandle cpu, TorchLibraryHandle any_device)
+s1f_status s1f_ops_register(void)
 {
 #define S1F_ENTRY(name, num_tensors, num_outputs, any_device, schema) {#name, #name schema, boxed_##name, any_device},
     static const struct {
@@ -24,46 +22,17 @@ static s1f_status define_ops(TorchLibraryHandle definitions, TorchLibraryHandle 
         int any_device;
     } entries[] = {S1F_OPS(S1F_ENTRY)};
 #undef S1F_ENTRY
+    /* They stay for the life of the process: deleting a library takes its ops away. */
+    TorchLibraryHandle definitions, cpu, any_device;
+    if (s1f_torch.aoti_torch_library_init_fragment("seq1f1b", __FILE__, __LINE__, &definitions) != 0 ||
+        s1f_torch.aoti_torch_library_init_impl("seq1f1b", "CPU", __FILE__, __LINE__, &cpu) != 0 ||
+        s1f_torch.aoti_torch_library_init_impl("seq1f1b", "CompositeExplicitAutograd", __FILE__, __LINE__,
+                                               &any_device) != 0)
+        return s1f_torch_failed("aoti_torch_library_init_impl");
     for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
         if (s1f_torch.aoti_torch_library_def(definitions, entries[i].schema) != 0 ||
             s1f_torch.torch_library_impl(entries[i].any_device ? any_device : cpu, entries[i].name, entries[i].kernel,
                                          S1F_TORCH_FLOOR) != 0)
             return s1f_fail(S1F_ERR_SYSTEM, "libtorch refused to register seq1f1b::%s", entries[i].name);
-    return S1F_OK;
-}
-
-static s1f_status kernel_library(const char *dispatch_key, TorchLibraryHandle *out)
-{
-    if (s1f_torch.aoti_torch_library_init_impl("seq1f1b", dispatch_key, __FILE__, __LINE__, out) == 0)
-        return S1F_OK;
-    *out = NULL;
-    return s1f_torch_failed("aoti_torch_library_init_impl");
-}
-
-s1f_status s1f_ops_register(void)
-{
-    static int registered;
-    if (registered)
-        return S1F_OK;
-    if (!s1f_torch_is_bound())
-        return s1f_fail(S1F_ERR_STATE, "libtorch is not bound yet");
-    /* They stay for the life of the process: deleting a library takes its ops away. */
-    TorchLibraryHandle definitions = NULL, cpu = NULL, any_device = NULL;
-    if (s1f_torch.aoti_torch_library_init_fragment("seq1f1b", __FILE__, __LINE__, &definitions) != 0)
-        return s1f_torch_failed("aoti_torch_library_init_fragment");
-    s1f_status status = kernel_library("CPU", &cpu);
-    if (status == S1F_OK)
-        status = kernel_library("CompositeExplicitAutograd", &any_device);
-    if (status == S1F_OK)
-        status = define_ops(definitions, cpu, any_device);
-    if (status != S1F_OK) { /* so that the registration can be tried again */
-        if (any_device != NULL)
-            s1f_torch.aoti_torch_delete_library_object(any_device);
-        if (cpu != NULL)
-            s1f_torch.aoti_torch_delete_library_object(cpu);
-        s1f_torch.aoti_torch_delete_library_object(definitions);
-        return status;
-    }
-    registered = 1;
     return S1F_OK;
 }

@@ -1,5 +1,4 @@
 /* ops.h - the ops that torch's dispatcher knows under the namespace seq1f1b.
- * op_table.h has their schemas.
  *
  *   attention     forward: out, lse; backward: dq, dk, dv, dsinks
  *   cache_write   keys, values and doc_ids of tokens [0, end of the segment), document ids written; to_k and to_v, the
@@ -19,9 +18,30 @@
 #ifndef S1F_OPS_H
 #define S1F_OPS_H
 
-#include "../core/status.h"
+#include "op_call.h"
 
-/* Registers the ops with the torch that is bound (s1f_torch_bind). Again is fine. Hold the GIL: the call's lock. */
+/* The options of attention: three tensors, then three numbers.
+ * X(name, tensors, which come first in the schema, outputs, 1: for any device, schema) */
+#define S1F_OPTIONS "Tensor slopes, Tensor doc_ids, Tensor sinks, float scale, SymInt window, float softcap"
+#define S1F_OPS(X)                                                                                                     \
+    X(causal_attention, 6, 2, 0, "(Tensor q, Tensor k, Tensor v, " S1F_OPTIONS ") -> (Tensor, Tensor)")                \
+    X(causal_attention_backward, 9, 4, 0,                                                                              \
+      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " S1F_OPTIONS                               \
+      ") -> (Tensor, Tensor, Tensor, Tensor)")                                                                         \
+    X(segment_attention, 7, 2, 0, "(Tensor q, Tensor k, Tensor v, Tensor layer, " S1F_OPTIONS ") -> (Tensor, Tensor)") \
+    X(segment_attention_backward, 8, 4, 0,                                                                             \
+      "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, " S1F_OPTIONS                                     \
+      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor)")                                                        \
+    X(cache_write, 4, 5, 1,                                                                                            \
+      "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")                \
+    X(cache_read, 3, 6, 1,                                                                                             \
+      "(Tensor q, Tensor out, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+#define S1F_OP_BODY(name, num_tensors, num_outputs, any_device, schema) s1f_status s1f_op_##name(s1f_op_call *call);
+S1F_OPS(S1F_OP_BODY)
+#undef S1F_OP_BODY
+
+/* Registers the ops with the torch that is bound (s1f_torch_bind); once per process. */
 s1f_status s1f_ops_register(void);
 
 #endif

@@ -13,11 +13,10 @@ static s1f_status find_segment(const s1f_op_tensor *layer, int64_t tokens, s1f_s
         s1f_op_require(layer->numel == 1 && layer->dtype == S1F_INT64 && layer->device_type == s1f_torch_device_cpu(),
                        "layer", layer, "must be a handle made by seq1f1b.layer_handle: one int64 on the CPU"));
     memcpy(&out->key, layer->data, sizeof out->key);
-    char name[64];
-    s1f_unit_text(out->unit->unit, 1, name, sizeof name);
     if (tokens != out->unit->length)
-        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld attends with %lld tokens, the segment has %lld", name,
-                        (long long)out->key, (long long)tokens, (long long)out->unit->length);
+        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld attends with %lld tokens, the segment has %lld",
+                        s1f_name_of(out->unit).text, (long long)out->key, (long long)tokens,
+                        (long long)out->unit->length);
     return S1F_OK;
 }
 
@@ -114,14 +113,12 @@ void s1f_segment_part_ids(const s1f_segment *segment, int32_t *ids)
 s1f_status s1f_segment_check_parts(const s1f_segment *segment, int by_distance)
 {
     const s1f_current_unit *unit = segment->unit;
-    char name[64];
-    s1f_unit_text(unit->unit, 1, name, sizeof name);
     if (by_distance)
         return s1f_fail(S1F_ERR_ARG,
                         "%s: layer %lld has a window or ALiBi slopes, which count the tokens between two, and %d "
                         "siblings share this unit: give each sibling a segment of its own, as "
                         "plan_step(siblings=False) does",
-                        name, (long long)segment->key, (int)unit->num_parts);
+                        s1f_name_of(unit).text, (long long)segment->key, (int)unit->num_parts);
     for (int64_t b = 0; segment->rows.docs != NULL && b < segment->shape.batch; b++)
         for (int32_t i = 0; i < unit->num_ranges; i++) {
             const int32_t *docs = segment->rows.docs + b * segment->rows.num_rows, first = docs[unit->row];
@@ -132,7 +129,8 @@ s1f_status s1f_segment_check_parts(const s1f_segment *segment, int by_distance)
                         "%s: layer %lld was given doc_ids of several documents (%d and %d), and %d siblings "
                         "share this unit: give a tree of siblings one id, or each of them a segment of its "
                         "own",
-                        name, (long long)segment->key, (int)first, (int)docs[t], (int)unit->num_parts);
+                        s1f_name_of(unit).text, (long long)segment->key, (int)first, (int)docs[t],
+                        (int)unit->num_parts);
         }
     return S1F_OK;
 }

@@ -2,14 +2,12 @@
 #include "torch_abi.h"
 
 #include <dlfcn.h>
-#include <stdatomic.h>
 #include <string.h>
 
 s1f_torch_functions s1f_torch;
 
 static int32_t torch_dtype[S1F_NUM_DTYPES]; /* torch's code of ours, -1: not used */
 static int32_t device_cpu;
-static atomic_int bound; /* set last, so that a failed attempt can be made again */
 
 static s1f_status find_function(void *library, const char *name, void *entry)
 {
@@ -22,9 +20,8 @@ static s1f_status find_function(void *library, const char *name, void *entry)
 
 static s1f_status check_version(void *library)
 {
-    s1f_torch_functions probe = {0};
-    S1F_TRY(find_function(library, "aoti_torch_abi_version", &probe.aoti_torch_abi_version));
-    uint64_t version = probe.aoti_torch_abi_version();
+    S1F_TRY(find_function(library, "aoti_torch_abi_version", &s1f_torch.aoti_torch_abi_version));
+    uint64_t version = s1f_torch.aoti_torch_abi_version();
     if (version < S1F_TORCH_FLOOR)
         return s1f_fail(S1F_ERR_ARG, "torch %d.%d.%d is too old, seq1f1b needs torch 2.10 or newer",
                         (int)(version >> 56 & 0xff), (int)(version >> 48 & 0xff), (int)(version >> 40 & 0xff));
@@ -60,8 +57,6 @@ static void read_codes(void)
 
 s1f_status s1f_torch_bind(const char *path)
 {
-    if (s1f_torch_is_bound())
-        return S1F_OK;
     void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
     if (library == NULL && path != NULL)
         library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
@@ -75,13 +70,7 @@ s1f_status s1f_torch_bind(const char *path)
         return status;
     }
     read_codes(); /* the library stays open for the life of the process: our kernels are registered with it */
-    atomic_store_explicit(&bound, 1, memory_order_release);
     return S1F_OK;
-}
-
-int s1f_torch_is_bound(void)
-{
-    return atomic_load_explicit(&bound, memory_order_acquire);
 }
 
 int32_t s1f_dtype_from_torch(int32_t code)

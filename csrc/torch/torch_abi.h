@@ -53,7 +53,6 @@ typedef struct TorchLibraryOpaque *TorchLibraryHandle;
     X(AOTITorchError, aoti_torch_library_init_impl,                                                                    \
       (const char *name, const char *dispatch_key, const char *file, uint32_t line, TorchLibraryHandle *))             \
     X(AOTITorchError, aoti_torch_library_def, (TorchLibraryHandle, const char *schema))                                \
-    X(AOTITorchError, aoti_torch_delete_library_object, (TorchLibraryHandle))                                          \
     X(AOTITorchError, torch_library_impl,                                                                              \
       (TorchLibraryHandle, const char *name, void (*kernel)(StableIValue *, uint64_t, uint64_t), uint64_t version))    \
     X(AOTITorchError, torch_parallel_for,                                                                              \
@@ -75,10 +74,8 @@ extern s1f_torch_functions s1f_torch;
 
 /* Fills the table from the libtorch that this process has loaded: by its usual name, else by `path` (may be NULL). It
  * never loads one. S1F_ERR_STATE if none is loaded; S1F_ERR_ARG, naming the version found and the one needed, if it is
- * too old, and if a function is missing. Again is fine, and does nothing once it has succeeded. Hold the GIL: the one
- * lock of this call. */
+ * too old, and if a function is missing. */
 s1f_status s1f_torch_bind(const char *path);
-int s1f_torch_is_bound(void);
 
 /* Our code of one of torch's, -1 for a dtype that we have no use for; and back (of the dtypes in the table above). */
 int32_t s1f_dtype_from_torch(int32_t code);

@@ -135,7 +135,7 @@ def _in_segments() -> bool:
     """Returns whether the running unit is a segment of a step. Notes the call for the stage's first look."""
     unit = _C.unit_state()
     if unit is None:  # on another thread than the unit's, as in a backward
-        return _C.in_step()
+        return _C.unit_tokens() is not None
     if unit.watch is not None:
         unit.watch.noted.add("attends")
     return not unit.is_whole
@@ -172,7 +172,7 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
             rank's first token.
     """
     if sequence_parallel is None:
-        return _C.token_offset()
+        return _C.token_position(0)
     rank, size = check_part(sequence_parallel)
     tokens = _C.unit_tokens()
     if tokens is None and rank > 0:

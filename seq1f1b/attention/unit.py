@@ -118,9 +118,7 @@ def enter(unit: LiveUnit | None) -> None:
 
     Ops of attention read the unit's offset and slot of the cache from C (``csrc/run/current_unit.h``).
     """
-    _C.current_unit_set_state(unit)
-    if unit is not None and unit.is_whole:
-        _C.current_unit_set_whole()
+    _C.current_unit_set_state(unit, unit is not None and unit.is_whole)
 
 
 def current() -> LiveUnit | None:

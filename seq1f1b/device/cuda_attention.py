@@ -67,7 +67,7 @@ OLDEST_CUDNN = 91501
 """Older ones read beyond the queries where these are no multiple of 128 (pytorch#169849)."""
 
 
-# -- the ops, with the arguments of csrc/torch/op_table.h: tensors, then the options from slopes on -------------------
+# -- the ops, with the arguments of csrc/torch/ops.h: tensors, then the options from slopes on ------------------------
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

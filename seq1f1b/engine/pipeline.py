@@ -194,9 +194,8 @@ class Pipeline(OfOneProcess):
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
         """Makes the executor that runs a program over the open edges; ``fills``: W runs in waits."""
         ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
-        group, came_back = self.group.group, None if self.tier is None else self.tier.came_back
-        order = program, self.rank, group, cache, ends, self.group.is_thread
-        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, came_back)
+        order = program, self.rank, self.group.group, cache, ends, self.group.is_thread
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, self.tier)
 
     # -- use -------------------------------------------------------------------------------------------------------
 

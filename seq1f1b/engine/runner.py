@@ -307,7 +307,6 @@ class Runner:
                 array("q", step.batch.sizes),
                 run,
                 step.fill,
-                None if pipeline.tier is None else pipeline.tier.wait,
                 lambda length: array("q", step.prepare(length)),
                 views,
                 *(array("q", values) for values in step.batch.siblings),

@@ -49,7 +49,7 @@ class StepRecord:
         """Returns the seconds of all units; on a GPU waits until the last unit has run."""
         if not _C.executor_settle(self.order.executor):
             return self.seconds
-        walked = _C.executor_timeline(self.order.executor, rank)
+        walked, _ = _C.executor_timeline(self.order.executor, rank)
         return (walked[-1][3] - walked[0][2]) * 1e-9
 
     def total(self, name: str) -> int:

@@ -395,7 +395,7 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     pipeline, cache, rank, order = runner.pipeline, runner.cache, runner.pipeline.rank, record.order
     is_on_gpu, is_cuda = _C.executor_settle(order.executor), pipeline.device.type == "cuda"
     moved = None if pipeline.tier is None else pipeline.tier.step_facts()
-    walked, walked_fills = _C.executor_timeline(order.executor, rank), _C.executor_fills(order.executor)
+    walked, walked_fills = _C.executor_timeline(order.executor, rank)
     spent = dict.fromkeys(_C.OPCODES, 0)  # ns
     for opcode, (number, *_), begin, end in walked:
         name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # A only waits

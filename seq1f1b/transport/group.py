@@ -164,7 +164,7 @@ class RankGroup(OfOneProcess, ABC):
         if failed:
             self._leave()
         else:
-            _C.group_end_step(self.group)
+            _C.group_enter(self.group, self.step + 1)
         self._has_entered = False
         _C.group_progress(self.group, f"code after step {self.step}")
 

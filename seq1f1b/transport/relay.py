@@ -78,18 +78,18 @@ class C10dRelay:
         try:
             _, self._mapping, _ = edge_memory(group.arena_bytes)
             # Last, because end and relay hold each other until close().
-            self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+            self.end: object = _C.arena_end(group.group, self._mapping, -1, peer, is_receiver, text, self)
         except BaseException:
             self._waiter.close()
             raise
 
     # called by the arena
 
-    def begin_step(self, step: int, most_payload: int) -> None:
+    def begin_step(self, step: int, _place: int, most_payload: int) -> None:
         known = self._TRAINING if self._group.training else self._EVALUATING
         self._beginner.put(functools.partial(self._begin_step, step, known, most_payload))
 
-    def post(self, sequence: int, place: int) -> None:
+    def post(self, sequence: int, place: int, _payload_bytes: int) -> None:
         self._beginner.put(functools.partial(self._begin, self._begin_receive, sequence, place))
 
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:

@@ -300,7 +300,7 @@ static void make_pipeline(setting set, pipeline *p)
     memset(p->block, 0, block_bytes);
     for (int32_t rank = 0; rank < set.num_ranks; rank++) {
         p->states[rank] = (rank_state){.p = p, .rank = rank, .fail_at = -1, .sleep_at = -1};
-        CHECK(s1f_group_create(p->block, set.num_ranks, rank, NULL, NULL, &p->groups[rank]) == S1F_OK);
+        CHECK(s1f_group_create(p->block, set.num_ranks, rank, &p->groups[rank]) == S1F_OK);
         s1f_group_set_limits(p->groups[rank], (int64_t)(set.timeout_s * 1e9), 0);
         s1f_group_progress(p->groups[rank], "set-up");
     }

@@ -61,7 +61,7 @@ static void make_rank(one_rank *made, int32_t rank, int32_t num_ranks, int32_t n
     CHECK_STATUS(s1f_schedule_lower(made->schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made->program), S1F_OK,
                  "");
     made->block = zeros(s1f_group_block_bytes(num_ranks));
-    CHECK(s1f_group_create(made->block, num_ranks, rank, NULL, NULL, &made->group) == S1F_OK);
+    CHECK(s1f_group_create(made->block, num_ranks, rank, &made->group) == S1F_OK);
     CHECK_STATUS(s1f_kv_cache_create(&made->cache), S1F_OK, "");
     const s1f_edge *edges = s1f_program_edges(made->program, &made->num_edges);
     CHECK(made->num_edges <= MAX_EDGES);

@@ -48,7 +48,7 @@ static pipeline make_pipeline(int32_t num_ranks)
     made.block = aligned_alloc(64, block_bytes);
     memset(made.block, 0, block_bytes);
     for (int32_t rank = 0; rank < num_ranks; rank++) {
-        CHECK(s1f_group_create(made.block, num_ranks, rank, NULL, NULL, &made.groups[rank]) == S1F_OK);
+        CHECK(s1f_group_create(made.block, num_ranks, rank, &made.groups[rank]) == S1F_OK);
         s1f_group_set_limits(made.groups[rank], 30 * SECOND, 0);
     }
     if (num_ranks > 1) {
@@ -239,6 +239,11 @@ static void test_mistakes(void)
     free_pipeline(&p);
 }
 
+static s1f_status no_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes)
+{
+    return s1f_fail(S1F_ERR_STATE, "%p %s %lld %p %lld", context, event, (long long)number, place, (long long)bytes);
+}
+
 static void test_failing_allocations(void)
 {
     char block[1 << 15] __attribute__((aligned(64))) = {0};
@@ -246,10 +251,10 @@ static void test_failing_allocations(void)
     s1f_mapping *mapping = NULL;
     s1f_edge_end *end = NULL;
     fail_allocation(0);
-    CHECK_STATUS(s1f_group_create(block, 1, 0, NULL, NULL, &group), S1F_ERR_MEMORY, "group of rank 0");
+    CHECK_STATUS(s1f_group_create(block, 1, 0, &group), S1F_ERR_MEMORY, "group of rank 0");
     CHECK(group == NULL && fail_allocation(-1) == 1);
-    CHECK_STATUS(s1f_group_create(block, 1, 1, NULL, NULL, &group), S1F_ERR_ARG, "rank 1 of 1");
-    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, NULL, NULL, &group), S1F_ERR_ARG, "multiple of 64");
+    CHECK_STATUS(s1f_group_create(block, 1, 1, &group), S1F_ERR_ARG, "rank 1 of 1");
+    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, &group), S1F_ERR_ARG, "multiple of 64");
     int fd = memfd_create("test_p2p", MFD_CLOEXEC);
     CHECK(ftruncate(fd, 1 << 20) == 0);
     fail_allocation(0);
@@ -260,7 +265,8 @@ static void test_failing_allocations(void)
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
     CHECK(end == NULL && fail_allocation(-1) == 1);
     CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
-    CHECK_STATUS(s1f_relay_end_create(NULL, block, 1 << 20, &(s1f_relay){0}, NULL, 1, 0, EDGE, &end), S1F_OK, "");
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 1, 0, EDGE, &end), S1F_OK, "");
+    s1f_arena_use_relay(end, no_relay, NULL);
     fail_allocation(0);
     CHECK_STATUS(s1f_p2p_begin_step(end, 3), S1F_ERR_MEMORY, "3 places");
     CHECK(fail_allocation(-1) == 1);
@@ -340,13 +346,13 @@ static void test_failure_of_a_later_step(void)
     s1f_failure failure;
     for (int32_t rank = 0; rank < 3; rank++)
         s1f_group_begin_step(p.groups[rank], 7);
-    s1f_group_end_step(p.groups[0]);
+    s1f_group_enter(p.groups[0], 8);
     s1f_group_fail(p.groups[0], 0, "ValueError: no such token");
     CHECK_STATUS(s1f_group_check(p.groups[0]), S1F_ERR_PEER, "no such token");
     CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_OK, "");
     s1f_group_failure(p.groups[1], &failure);
     CHECK(failure.rank == -1 && !s1f_group_has_failed(p.groups[1]));
-    s1f_group_end_step(p.groups[1]);
+    s1f_group_enter(p.groups[1], 8);
     CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
     s1f_group_failure(p.groups[1], &failure);
     CHECK(failure.rank == 0 && failure.step == 8 && s1f_group_has_failed(p.groups[1]));
@@ -374,11 +380,14 @@ typedef struct {
     s1f_status status; /* with which it ends */
 } late_rank;
 
-static s1f_status stop(void *context)
+static _Thread_local late_rank *late_here; /* on the thread of rank 1's gather */
+
+static s1f_status stop(void)
 {
-    late_rank *late = context;
-    atomic_store(&late->stops, 1);
-    while (!atomic_load(&late->may_go))
+    if (late_here == NULL)
+        return S1F_OK;
+    atomic_store(&late_here->stops, 1);
+    while (!atomic_load(&late_here->may_go))
         sleep_ms(1);
     return S1F_OK;
 }
@@ -395,7 +404,7 @@ static void gather_ok(s1f_group *group, uint32_t epoch, uint32_t round, int32_t 
 
 static void *gather_late(void *context)
 {
-    late_rank *late = context;
+    late_rank *late = late_here = context;
     char out[2 * S1F_GATHER_BYTES];
     int32_t bytes[2];
     late->status = s1f_group_gather(late->groups[1], late->epoch, 0, late->recovering, "of 1", 4, NULL, out, bytes);
@@ -415,10 +424,11 @@ static void *meet_in_step_3(void *context)
 static late_rank *make_late_rank(void)
 {
     late_rank *late = calloc(1, sizeof *late);
+    s1f_interrupted = stop;
     late->block = aligned_alloc(64, s1f_group_block_bytes(2));
     memset(late->block, 0, s1f_group_block_bytes(2));
     for (int32_t rank = 0; rank < 2; rank++) {
-        CHECK(s1f_group_create(late->block, 2, rank, rank == 1 ? stop : NULL, late, &late->groups[rank]) == S1F_OK);
+        CHECK(s1f_group_create(late->block, 2, rank, &late->groups[rank]) == S1F_OK);
         s1f_group_set_limits(late->groups[rank], 30 * SECOND, 0);
         s1f_group_begin_step(late->groups[rank], 1);
     }
@@ -429,6 +439,7 @@ static void free_late_rank(late_rank *late)
 {
     s1f_group_free(late->groups[0]);
     s1f_group_free(late->groups[1]);
+    s1f_interrupted = NULL;
     free(late->block);
     free(late);
 }
@@ -449,7 +460,7 @@ static void test_gather_of_a_step_that_another_has_left(void)
     while (!atomic_load(&late->stops))
         sleep_ms(1);
     gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1");
-    s1f_group_end_step(late->groups[0]);
+    s1f_group_enter(late->groups[0], 2);
     s1f_group_begin_step(late->groups[0], 2);
     leave(late->groups[0], 2, 0);
     pthread_create(&meeting, NULL, meet_in_step_3, late);
@@ -458,7 +469,7 @@ static void test_gather_of_a_step_that_another_has_left(void)
     pthread_join(gathering, NULL);
     CHECK(late->status == S1F_OK);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_OK, "");
-    s1f_group_end_step(late->groups[1]);
+    s1f_group_enter(late->groups[1], 2);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
     leave(late->groups[1], 2, 0);
     s1f_group_enter(late->groups[1], 3);
@@ -553,7 +564,7 @@ static void test_gather_that_another_skips(void)
     int32_t bytes[2];
     pthread_t gathering;
     for (int32_t rank = 0; rank < 2; rank++)
-        s1f_group_end_step(late->groups[rank]);
+        s1f_group_enter(late->groups[rank], 2);
     pthread_create(&gathering, NULL, gather_late, late);
     while (!atomic_load(&late->stops))
         sleep_ms(1);

@@ -64,7 +64,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
             stage.units.clear()
             (engine.step if training else engine.eval)(tokens, target=target)
         executor = engine._runner.last_step.order.executor
-        opcodes = [opcode for opcode, *_ in _C.executor_timeline(executor, rank)]
+        opcodes = [opcode for opcode, *_ in _C.executor_timeline(executor, rank)[0]]
         into, out = int(rank > 0) + training * int(rank < P - 1), int(rank < P - 1) + training * int(rank > 0)
         assert (opcodes.count(WAIT), opcodes.count(SEND)) == (into * M * k, out * M * k)
         assert training or _C.executor_stage_measure(executor, rank)[0] == 1
@@ -85,7 +85,7 @@ def test_a_timeline_of_a_failed_step_ends_where_it_failed() -> None:
     with pytest.raises(ValueError, match=r"\[0\]F0.0: loss_fn must return a scalar"):
         engine.step(tokens, target=target)
     executor = engine._runner.order(training=True).executor
-    walked = _C.executor_timeline(executor, 0)
+    walked, _ = _C.executor_timeline(executor, 0)
     assert walked[0][1] == _C.executor_last_unit(executor) and walked[0][3] > 0
     assert all((start, end) == (0, 0) for _, _, start, end in walked[1:])
     gc.collect()

@@ -78,7 +78,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     memset(block, 0, block_bytes);
     s1f_group *groups[NUM_RANKS];
     for (int32_t rank = 0; rank < NUM_RANKS; rank++) {
-        REQUIRE(s1f_group_create(block, NUM_RANKS, rank, NULL, NULL, &groups[rank]) == S1F_OK);
+        REQUIRE(s1f_group_create(block, NUM_RANKS, rank, &groups[rank]) == S1F_OK);
         s1f_group_set_limits(groups[rank], 0, 0);
         s1f_group_begin_step(groups[rank], 1);
     }
@@ -95,12 +95,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         s1f_group_set_progress(groups[0], 1, "F0.0", take_int64(&in), take_int32(&in));
     read_failure(groups[0]);
     for (int32_t rank = 0; rank < NUM_RANKS; rank++) {
-        char what[S1F_WHAT_BYTES];
-        int64_t age_ns;
-        int32_t waiting_for;
-        s1f_group_get_progress(groups[0], rank, what, &age_ns, &waiting_for);
-        REQUIRE(memchr(what, '\0', sizeof what) != NULL && age_ns >= -1);
-        REQUIRE(waiting_for >= -1 && waiting_for < NUM_RANKS);
+        s1f_progress found = s1f_group_get_progress(groups[0], rank);
+        REQUIRE(memchr(found.what, '\0', sizeof found.what) != NULL && found.age_ns >= -1);
+        REQUIRE(found.waiting_for >= -1 && found.waiting_for < NUM_RANKS);
     }
     if (waits)
         wait_in_vain(groups[0]);

@@ -115,7 +115,7 @@ static pipeline *make_pipeline(void)
     made.block = aligned_alloc(64, block_bytes);
     memset(made.block, 0, block_bytes);
     for (int32_t rank = 0; rank < 2; rank++) {
-        REQUIRE(s1f_group_create(made.block, 2, rank, NULL, NULL, &made.groups[rank]) == S1F_OK);
+        REQUIRE(s1f_group_create(made.block, 2, rank, &made.groups[rank]) == S1F_OK);
         s1f_group_set_limits(made.groups[rank], 0, 0); /* nothing is to wait: what does, fails */
     }
     int32_t num_edges;
