@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import threading
 import time
 import warnings
 from functools import partial
@@ -32,12 +33,6 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _Moves:
-    """State of a step's moves: whether they are to stop, and the text of the first error."""
-
-    is_over, error = False, ""
-
-
 class FileTier(Tier):
     """A tier in a file, for stages on the CPU. A thread makes the transfers, and holds the memory that they use.
 
@@ -53,10 +48,10 @@ class FileTier(Tier):
         self._directory, self._group = os.fspath(directory), group
         self._chunk = mmap.mmap(-1, _CHUNK)  # for memory that O_DIRECT does not take
         self._chunk_address = ctypes.addressof(ctypes.c_char.from_buffer(self._chunk))
-        self._descriptor: Descriptor | None = self._open()
+        self._descriptor: Any = self._open()  # None: closed
         self._medium = _file_system(self._directory)
         self._worker = Worker(f"seq1f1b offload directory {self._directory}")
-        self._moves, self._answers = _Moves(), dict[int, Any]()
+        self._is_over, self._answers = threading.Event(), dict[int, Any]()  # of the step's moves; by load
         self._room = 0
         self._bytes, self._ns = [0, 0], [0, 0]  # of the step's moves in and out
         if self._medium in _IN_MEMORY:
@@ -76,8 +71,8 @@ class FileTier(Tier):
 
     def reset(self) -> None:
         super().reset()
-        self._moves.is_over = True  # the thread stops within a chunk, before moves of the next step
-        self._moves = _Moves()
+        self._is_over.set()  # the thread stops within a chunk, before moves of the next step
+        self._is_over = threading.Event()
         self._answers.clear()
 
     def close(self) -> None:
@@ -87,20 +82,18 @@ class FileTier(Tier):
 
     def _begin(self, number: int, load: Load, storages: list[torch.UntypedStorage], addresses: list[int]) -> None:
         self._room = max(self._room, load.end)
-        move = partial(self._move, self._moves, load, not load.comes_in, addresses, list(storages))
+        move = partial(self._move, self._is_over, load, not load.comes_in, addresses, list(storages))
         self._answers[number] = self._worker.put(move)
 
     def _wait(self, number: int) -> None:
         self._worker.wait(self._answers.pop(number), look=lambda: _C.group_check(self._group))
-        if self._moves.error:
-            raise OSError(self._moves.error)
 
     # -- in the thread
 
     def _move(
-        self, moves: _Moves, load: Load, is_out: bool, addresses: list[int], storages: list[torch.UntypedStorage]
+        self, is_over: threading.Event, load: Load, is_out: bool, addresses: list[int], storages: list[Any]
     ) -> None:
-        """Moves a load, unless the step is over or an earlier move has failed.
+        """Moves a load, unless the step is over. Raises OSError with a remedy.
 
         Args:
             storages: own the memory at the addresses; emptied at the end.
@@ -109,16 +102,19 @@ class FileTier(Tier):
         try:
             for address, (offset, size) in zip(addresses, load.parts, strict=True):
                 for at in range(0, size, _CHUNK):
-                    if moves.is_over or moves.error:
+                    if is_over.is_set():
                         return
                     count = min(_CHUNK, size - at)
                     self._transfer(is_out, address + at, count, offset + at)
                     done += count
-            self._give_up_pages(load, is_out)
+            if not self._is_direct and self._medium not in _IN_MEMORY:  # gives up the pages of the page cache
+                if is_out:
+                    os.fdatasync(self._descriptor.number)  # pages must be on the disk first
+                os.posix_fadvise(self._descriptor.number, load.begin, load.end - load.begin, os.POSIX_FADV_DONTNEED)
             self._bytes[is_out] += done
             self._ns[is_out] += time.monotonic_ns() - start
         except OSError as error:
-            moves.error = self._describe(error, is_out, load.end - load.begin, done)
+            raise OSError(self._describe(error, is_out, load.end - load.begin, done)) from error
         finally:
             storages.clear()
 
@@ -128,7 +124,6 @@ class FileTier(Tier):
         Raises:
             OSError: of the file system; also if the file ends too early.
         """
-        assert self._descriptor is not None
         file, whole = self._descriptor.number, -(-count // BLOCK) * BLOCK if self._is_direct else count
         if is_out and self._is_direct and (address % BLOCK or count < whole):
             ctypes.memmove(self._chunk_address, address, count)
@@ -139,14 +134,6 @@ class FileTier(Tier):
             if moved == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             left, offset = left[moved:], offset + moved
-
-    def _give_up_pages(self, load: Load, is_out: bool) -> None:
-        """Frees the page cache of moved bytes, if they went through the cache."""
-        if self._descriptor is None or self._is_direct or self._medium in _IN_MEMORY:
-            return
-        if is_out:
-            os.fdatasync(self._descriptor.number)  # pages must be on the disk first
-        os.posix_fadvise(self._descriptor.number, load.begin, load.end - load.begin, os.POSIX_FADV_DONTNEED)
 
     def _describe(self, error: OSError, is_out: bool, size: int, done: int) -> str:
         """Returns the text of a failed move, with a remedy."""
