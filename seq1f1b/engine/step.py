@@ -149,7 +149,7 @@ class Step:
         elif stage_step.stage.is_last:
             sink = self._loss = ToLoss(stage_step, weighting)
         found = stage_step.connect(source, sink)
-        draws_again = self._order.recomputes or self._options.memory.blocks is not None  # a forward's random numbers
+        draws_again = "R" in self._order.schedule.kinds or self._options.memory.blocks is not None
         if draws_again and stage_step.stage.in_threads:  # which share torch's generators
             found |= {letter: one_at_a_time(found[letter]) for letter in "FBIWR" if letter in found}
         for shard in (self._head, self._embedding):
