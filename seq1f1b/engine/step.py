@@ -77,12 +77,10 @@ class Step:
         self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
         self._head: HeadStep | None = None  # the rank's shard of the output layer, if spread
         if options.head is not None:
-            is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
-            self._head = HeadStep(options.loss_fn, pipeline, last, training=batch.training, is_mean=is_mean)
+            self._head = HeadStep(options.head, pipeline, order.last_cells.get("T", -1), batch.training)
         self._embedding: EmbeddingStep | None = None  # the rank's shard of the input embedding, if spread
-        if options.embedding is not None:
-            last = order.last_cells.get("G", -1)
-            self._embedding = EmbeddingStep(options.embedding, pipeline, last, training=batch.training)
+        if (shard := options.embedding_shard) is not None:
+            self._embedding = EmbeddingStep(shard, pipeline, order.last_cells.get("G", -1), batch.training)
         self._autocast = torch.is_autocast_enabled(self._device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
