@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from seq1f1b.above import above
 from seq1f1b.documents.rows import PlannedRows, rows_given
 from seq1f1b.engine.batch import StepArguments, merge
-from seq1f1b.engine.norms import clip, share_overflow, total_norm
+from seq1f1b.engine.gradients import clip, share_overflow, total_norm
 from seq1f1b.engine.options import Limits, Loss, Memory, Options
 from seq1f1b.engine.set_up import set_up
 from seq1f1b.engine.splitting import Rule

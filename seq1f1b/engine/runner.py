@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from array import array
 from collections.abc import Callable, Hashable
@@ -20,7 +21,7 @@ from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
 from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
-from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
+from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
@@ -211,7 +212,9 @@ class Runner:
         batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
         batch.check()
         if training and not self._known_shapes:
-            import_backward()
+            # A first backward with given gradients imports this in 0.5 s and more. Here all ranks import it at once,
+            # instead of one after the other.
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
         step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
         around.callback(step.end)
         if batch.length:
