@@ -18,9 +18,8 @@ from seq1f1b.attention.causal import inside_step
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
-from seq1f1b.engine.explain import explained, unit_text
 from seq1f1b.engine.features import Feature
-from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
+from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
@@ -379,9 +378,7 @@ class Runner:
             return error
         found = error
         if not isinstance(error, _C.PipelineError):
-            unit = unit_text(executor)
-            found = explained(error, executor, self.stages)
-            place = f"{unit}: " if unit else ""
-            group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
+            found, text = explained(error, executor, self.stages)
+            group.fail(text)
         group.end_step(failed=True)
         return found
