@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.engine.compiled import is_compiled
 from seq1f1b.engine.features import Feature, Received
+from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import Fsdp
 from seq1f1b.engine.stage import StageStep
 
@@ -138,7 +138,8 @@ class Measuring(Feature):
         if not step.batch.training:
             return False
         # Graphs under FSDP2 hold parameters, too, and compiled graphs hide saved tensors.
-        return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
+        is_compiled = any(runs_compiled(part) for module in stage.modules for part in module.modules())
+        return not (is_compiled or any(isinstance(p, Fsdp) for p in stage.wrappers))
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

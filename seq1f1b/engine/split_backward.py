@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from seq1f1b.attention.unit import LiveUnit, current
 from seq1f1b.engine import linear
-from seq1f1b.engine.compiled import runs_compiled
 from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.gradients import dense
 from seq1f1b.engine.measure import storages_of
+from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import is_reduced
 from seq1f1b.engine.stage import Stage, StageStep
 
