@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.measure import SavedBytes, storages_of
-from seq1f1b.engine.options import Options
-from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.engine.stage import Feature, Pass, Received, StageStep
 from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
@@ -122,11 +120,6 @@ class Offloading(Feature):
     """The feature that moves saved tensors of units to the rank's tier, and back: passes O, A and L."""
 
     serves = "O"
-    _tier: Tier
-
-    def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
-        if tier is not None:
-            self._tier = tier
 
     def start(self, step: StageStep) -> bool:
         self._bytes = 0  # moved out, over all units
@@ -141,22 +134,22 @@ class Offloading(Feature):
         if unit.cell not in self._step.order.moved:
             return None
         modules = self._step.stage.modules if self._step.measure is not None else ()
-        unit.away = MovedTensors(modules, inputs, self._tier.device)
+        unit.away = MovedTensors(modules, inputs, self._step.stage.device)
         return unit.away  # type: ignore[no-any-return]
 
     def move_out(self, cell: int, received: Received) -> None:
         """O(m.s): begins to move the tensors saved by F to the tier."""
         away: MovedTensors = self._step.units[cell].away
-        away.out(self._tier, self._first + cell)
+        away.out(self._step.stage.tier, self._first + cell)
         self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
         """A(m.s): waits until the tensors are in the tier, and frees their memory."""
-        self._step.units[cell].away.gone(self._tier, self._first + cell)
+        self._step.units[cell].away.gone(self._step.stage.tier, self._first + cell)
 
     def load(self, cell: int, received: Received) -> None:
         """L(m.s): allocates memory, and begins to move the tensors back."""
-        self._step.units[cell].away.load(self._tier, self._first + cell)
+        self._step.units[cell].away.load(self._step.stage.tier, self._first + cell)
         if self._step.measure is not None:
             self._step.measure.note()
 
@@ -167,14 +160,12 @@ class Offloading(Feature):
 class SavedTensor:
     """Stand-in for a tensor in a graph: the tensor, or its place in a storage that is away."""
 
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
+    __slots__ = ("__weakref__", "_form", "_version", "is_changed", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
-        self._version = tensor._version
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset()
-        self.is_changed = False
+        self._version, self.is_changed = tensor._version, False
+        self._form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def look(self) -> bool:
         """Returns whether the tensor is unchanged since F."""
@@ -183,9 +174,9 @@ class SavedTensor:
 
     def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
         """Makes the tensor anew in a loaded storage, whose data begin after ``skipped`` bytes."""
-        itemsize = self._dtype.itemsize
-        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-        self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
+        dtype, offset, size, stride = self._form
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        self.tensor = tensor.set_(storage, skipped // dtype.itemsize + offset, size, stride)
         self._version = self.tensor._version
 
 

@@ -17,8 +17,6 @@ from seq1f1b.above import above
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.engine.batch import Batch, StepArguments
-from seq1f1b.engine.documents import AskingForDocuments
-from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
@@ -29,7 +27,7 @@ from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.splitting import sequence_length
-from seq1f1b.engine.stage import Stage
+from seq1f1b.engine.stage import Feature, Stage
 from seq1f1b.engine.step import Step, StepRecord
 from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.schedule import Schedule
@@ -42,7 +40,6 @@ __all__: list[str] = []
 # What an engine may do around the units of a stage. A new feature is a file, and a line here.
 FEATURES: tuple[type[Feature], ...] = (
     WeightGradients,
-    AskingForDocuments,
     BlockRecomputing,
     Recomputing,
     Offloading,

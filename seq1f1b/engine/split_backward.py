@@ -23,12 +23,11 @@ from torch.nn import functional as F
 
 from seq1f1b.attention.unit import LiveUnit, current
 from seq1f1b.engine import linear
-from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.gradients import dense
 from seq1f1b.engine.measure import storages_of
 from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import is_reduced
-from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.engine.stage import Feature, Pass, Received, Stage, StageStep
 
 __all__: list[str] = []
 
@@ -43,7 +42,7 @@ class WeightGradients(Feature):
         left, added: by id of a weight, the elements of its gradient that I left to W, and that B added.
     """
 
-    def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
+    def __init__(self, stage: Stage, options: Any) -> None:
         self._layers: dict[nn.Module, Layer] = {}
         # DDP and FSDP wait for autograd to accumulate; a whole model, the reference of verify, runs in plain torch.
         self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
@@ -69,12 +68,10 @@ class WeightGradients(Feature):
         """
         torch.clear_autocast_cache()  # cached casts hold nodes of weights, and would pass for hooks of a user
         found = {}
-        for root in self._step.stage.modules:
-            for name, module, waits, adds in _layers_of(root, [*self._step.stage.modules, *others]):
-                waits &= root is self._step.stage.module
-                if waits or self.adds:
-                    layer = found[module] = self._layers.get(module) or Layer(self, module)
-                    layer.name, layer.waits, layer.adds = name, waits, adds
+        for name, module, waits, adds in _layers_of(self._step.stage, others):
+            if waits or self.adds:
+                layer = found[module] = self._layers.get(module) or Layer(self, module)
+                layer.name, layer.waits, layer.adds = name, waits, adds
         self._layers = found
         for module, layer in found.items():
             vars(module)["forward"] = layer.in_step  # past nn.Module.__setattr__
@@ -222,13 +219,6 @@ class Use(NamedTuple):
             return False
         return True
 
-    def take_rows(self, ids: Tensor, dy: Tensor, padding: int) -> bool:
-        """Adds ``dy`` to rows of an embedding's gradient; returns False if only autograd can."""
-        if linear.add_rows(self.weight, ids, dy, padding):
-            self.layer.part.added[id(self.weight)] = self.weight.numel()
-            return True
-        return False
-
 
 class Tape:
     """Products that a unit's I leaves to W, in the order of the backward.
@@ -305,8 +295,10 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), use, padding = ctx.saved_tensors, ctx.use, ctx.padding
-        is_taken = use.is_ours(ctx) and use.take_rows(ids, dy, padding)
-        return None if is_taken else linear.dense_rows(dy, ids, len(use.weight), padding), None, None, None
+        if use.is_ours(ctx) and linear.add_rows(use.weight, ids, dy, padding):
+            use.layer.part.added[id(use.weight)] = use.weight.numel()
+            return None, None, None, None
+        return linear.dense_rows(dy, ids, len(use.weight), padding), None, None, None
 
 
 def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -323,33 +315,25 @@ def _has_hooks(weight: Tensor) -> bool:
 # -- which layers ------------------------------------------------------------------------------------------------------
 
 
-def deferrable(module: Any) -> list[nn.Linear]:
-    """Returns the linear layers whose weight gradients may wait for W: no other module uses the weights."""
-    found = _layers_of(module, [module]) if isinstance(module, nn.Module) else ()
-    return [layer for _, layer, waits, _ in found if waits]
-
-
-def _layers_of(module: nn.Module, roots: Sequence[nn.Module]) -> Iterator[tuple[str, Any, bool, bool]]:
-    """Yields the layers of a module to replace in a step: a name, the layer, whether the product may wait for W, and
+def _layers_of(stage: Stage, others: Sequence[nn.Module]) -> Iterator[tuple[str, Any, bool, bool]]:
+    """Yields the layers of a stage to replace in a step: a name, the layer, whether the product may wait for W, and
     whether neither DDP nor FSDP waits for the gradient. Leaves out layers in compiled modules.
-
-    Args:
-        roots: all modules of the rank, including ``module``.
     """
-    shared: set[int] = set()  # parameters that a module other than linear layers, or a module's hook, may read
+    shared: set[int] = set()  # parameters that a module other than the stage's linear layers, or a hook, may read
     reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
     compiled: set[int] = set()  # modules within compiled code
-    for root in roots:
+    own = stage.modules
+    for root in (*own, *others):
         for owner in root.modules():
-            if type(owner) is not nn.Linear or _is_own(owner) or root is not module:
+            if type(owner) is not nn.Linear or _is_own(owner) or root is not stage.module:
                 shared.update(map(id, owner._parameters.values()))
             if owner._backward_hooks or nn.modules.module._global_backward_hooks:
                 shared.update(map(id, owner.parameters()))
             if is_reduced(owner):
                 reduced.update(map(id, owner.parameters()))
-            if root is module and runs_compiled(owner):
+            if root in own and runs_compiled(owner):
                 compiled.update(map(id, owner.modules()))
-    for name, part in module.named_modules():
+    for name, part in (named for module in own for named in module.named_modules()):
         if type(part) in (nn.Linear, nn.Embedding) and not _is_own(part) and id(part) not in compiled:
             weight: Any = part._parameters["weight"]
             waits = type(part) is nn.Linear and weight.shape[0] <= _WIDEST * weight.shape[1]
