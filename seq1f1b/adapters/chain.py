@@ -14,7 +14,7 @@ from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, 
 
 from seq1f1b.adapters.chain_compare import Composite, compare
 from seq1f1b.adapters.chain_trace import Tracer, constants_of, is_size, trace
-from seq1f1b.engine.copies import carried, check_hooks, held
+from seq1f1b.engine.ties import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
 

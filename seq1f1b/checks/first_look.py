@@ -16,9 +16,8 @@ from typing import Any
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.checks.by_values import FEWEST, Look, Sample, take_sample
-from seq1f1b.engine.features import Feature
 from seq1f1b.engine.replicas import Fsdp
-from seq1f1b.engine.stage import StageStep
+from seq1f1b.engine.stage import Feature, StageStep
 
 __all__: list[str] = []
 
@@ -26,9 +25,9 @@ __all__: list[str] = []
 class FirstLook(Feature):
     """The check of a stage, once for every kind of step: training or not, and names of keyword arguments."""
 
-    needs = "is_new"
+    is_for_new = True
 
-    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
+    def __init__(self, stage: Any, options: Any) -> None:
         self.is_idle = options.attention == "unchecked"
         self._shares_tokens = options.sequence_parallel != (0, 1)
         self._known: set[Any] = set()  # kinds of steps already compared by values

@@ -1,16 +1,21 @@
-"""Warns of a model, a loss or targets that are likely wrong, once per finding, with a remedy.
+"""Warns of a model, a loss or targets that are likely wrong, once per finding, and explains errors; with remedies.
 
 ``checks/first_look.py`` hands over findings in a stage's forward, ``checks/loss_look.py`` findings in a loss.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
+from seq1f1b import _C
 from seq1f1b.nested import tensors_of
+from seq1f1b.unit import Unit, unit_of
 
 __all__ = ["SegmentWarning"]
 
@@ -88,30 +93,28 @@ class Findings:
 _SAMPLE, _FEWEST = 512, 8  # elements in a sample, and the fewest counted targets to judge by
 
 
-def sample_of(value: Any, dim: int) -> Any:
-    """Returns a sample of an argument's first tensor, to compare batches between ranks; None without a tensor.
-
-    Returns:
-        The tensor's shape, whether it holds tokens or targets that change along the sequence, some elements.
-    """
-    given = next(iter(tensors_of(value)), None)
-    if given is None or given.is_meta:
-        return None
-    changes = not given.is_floating_point() and given.dim() > dim and not isinstance(value, dict)
-    if changes:
-        length = given.shape[dim] - 1
-        changes = bool((given.narrow(dim, 1, length) != given.narrow(dim, 0, length)).any())
-    elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # an odd stride, to meet all columns
-    return tuple(given.shape), changes, elements.tolist()
-
-
 def samples_of(arguments: Any, rules: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """Returns :func:`sample_of` each argument of a step, by name; ``rules``: the engine's ``arg_rules``."""
+    """Returns samples of a step's arguments, by name, to compare batches between ranks.
+
+    A sample is the shape of the first tensor, whether it holds tokens or targets that change along the sequence, and
+    some elements; None without a tensor. ``rules`` are the engine's ``arg_rules``.
+    """
     kwargs = arguments.kwargs or {}
     kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
-    given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
-    given |= {"inputs": arguments.inputs, "target": arguments.target}
-    return {name: sample_of(value, dim) for name, value in given.items()}
+    values = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+    values |= {"inputs": arguments.inputs, "target": arguments.target}
+    found: dict[str, Any] = dict.fromkeys(values)
+    for name, value in values.items():
+        given = next(iter(tensors_of(value)), None)
+        if given is None or given.is_meta:
+            continue
+        changes = not given.is_floating_point() and given.dim() > dim and not isinstance(value, dict)
+        if changes:
+            length = given.shape[dim] - 1
+            changes = bool((given.narrow(dim, 1, length) != given.narrow(dim, 0, length)).any())
+        elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # an odd stride, to meet all columns
+        found[name] = tuple(given.shape), changes, elements.tolist()
+    return found
 
 
 def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
@@ -143,3 +146,54 @@ def look_at_targets(samples: Sequence[Mapping[str, Any]]) -> None:
             "before the step. If each token's own label is what it shall learn, ignore this",
             stacklevel=3,
         )
+
+
+# -- errors of a step --------------------------------------------------------------------------------------------------
+
+_HINTS = {
+    "leaf Variable that requires grad is being used in an in-place operation": " If it is an input of the stage, the "
+    "stage must work on a copy: x = x * 2 in place of x *= 2",
+    "could not create a primitive": ". oneDNN often says so where no memory is left: see ulimit -v, or the limit of "
+    "the job",
+    "support saved tensor hooks": " A checkpoint has such hooks, and so has each block of Memory.blocks: use "
+    "Memory(recompute=...) for a stage that calls torch.func",
+    "does not require grad and does not have a grad_fn": ". Under Memory.recompute F runs without a graph: take the "
+    "gradient by torch.func.grad, or leave the stage's units out of Memory.recompute",
+    "^Target -?[0-9]+ is out of bounds": ". A target of this segment is no class of the loss: targets lie below the "
+    "size of the output's last dimension, and those of -100 are not counted",
+    "index out of range in self": ". An id of this segment is no row of its embedding: in stage {stage}, {rows}",
+    # Errors of torch and Python if a module for tokens, (batch, tokens), gets hidden states.
+    "for argument #1 'indices'|used as indices must be|values to unpack|one_hot is only applicable": ". Stage {stage} "
+    "received hidden states from stage {before} and treats them as tokens: did every rank build the whole model? Give "
+    "each rank the layers of its own stages",
+}
+"""Patterns of error texts of torch, Python and oneDNN, and the hint that is added to each."""
+
+
+def explained(error: BaseException, executor: Any, stages: Mapping[int, Any]) -> tuple[BaseException, str]:
+    """Returns the error, with the unit before its text and a hint behind the text; and the text for other ranks.
+
+    torch turns each failure of our ops into a RuntimeError: the returned error has the original type.
+
+    Args:
+        executor: runs the units, and the last unit that it began has failed; None: no unit has.
+    """
+    unit, failure = None if executor is None else unit_of(_C.executor_last_unit(executor)), _C.take_op_failure()
+    place = "" if unit is None else f"[{unit.stage}]{unit}: "
+    if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
+        error = failure
+    if type(error) in (ValueError, TypeError, RuntimeError, IndexError):
+        before = "" if place.removesuffix(": ") in str(error) else place
+        error.args = (f"{before}{error}{_hint(str(error), unit, stages)}",)
+    return error, f"{place}{type(error).__name__}: {str(error).removeprefix(place)}"
+
+
+def _hint(text: str, unit: Unit | None, stages: Mapping[int, Any]) -> str:
+    hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
+    if "{stage}" not in hint:
+        return hint
+    if unit is None or unit.kind != "F" or ("{before}" in hint and unit.stage == 0):
+        return ""
+    parts = [named for module in stages[unit.stage].modules for named in module.named_modules()]
+    rows = [f"{n or 'the embedding'} has {m.num_embeddings} rows" for n, m in parts if isinstance(m, nn.Embedding)]
+    return hint.format(stage=unit.stage, before=unit.stage - 1, rows=", ".join(rows)) if rows else ""

@@ -14,12 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
-from seq1f1b.engine.ends import detached
-from seq1f1b.engine.features import Received
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.model_state import RandomState
 from seq1f1b.engine.replicas import Fsdp, without_wrapper
-from seq1f1b.engine.stage import StageStep
+from seq1f1b.engine.stage import Received, StageStep, detached
 from seq1f1b.engine.weighting import Weighting
 from seq1f1b.nested import tensors_of
 
@@ -37,15 +35,15 @@ class ToLoss:
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
         batch = self._batch = step.batch
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
+        self._loss_fn: Any = step.stage.loss_fn
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
-        self._keeps_outputs = batch.arguments.return_outputs
         self._loss_look = above("look at a loss")(weighting) if batch.targets is not None and batch.is_new else None
         self.divides = batch.arguments.divides  # whether the loss comes with a divisor; None before the first result
         self.divisors: dict[int, Tensor | float] = {}  # by cell
         self.constants: dict[int, Tensor] = {}  # by cell, sums without gradient: 0 as their divisors, as a read checks
         self.values: dict[int, Tensor] = {}  # by cell, losses of tokens, if `loss_fn` returns one value per token
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
-        self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
+        self._looked_at: Any = None  # arguments of a loss that is looked at
         is_reduced = self._stage.head_parallel is not None  # under DDP or FSDP2 each forward needs a backward
         self._is_unseen = not any(weighting.shares) and not is_reduced
         self._passed_over = ""  # in words: the answer to a segment without targets, if no divisor
@@ -56,7 +54,7 @@ class ToLoss:
         return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
-        if self._keeps_outputs and not unit.is_again:
+        if self._batch.arguments.return_outputs and not unit.is_again:
             unit.output = detached(output)
         if self._targets is None:
             return
@@ -141,7 +139,6 @@ class ToLoss:
 
     def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
         """Returns the loss of a segment; None for a mean over no target."""
-        assert self._stage.loss_fn is not None
         if not self.divides and not self._counts(unit.cell):
             return self._loss_without_targets(unit, output, target)
         look = self._loss_look
@@ -152,7 +149,7 @@ class ToLoss:
         if every and len(every[unit.cell]) > 1:
             result = self._path_by_path(unit, every[unit.cell], output, target)
         else:
-            result = self._stage.loss_fn(output, target, **self._loss_kwargs)
+            result = self._loss_fn(output, target, **self._loss_kwargs)
         loss = self._learn(unit, output, result)
         if is_looked_at and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
             self._looked_at = output, target, left != self._left_by_loss(unit)
@@ -161,10 +158,9 @@ class ToLoss:
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
         """Returns the loss of a tree that runs path by path: joins the losses of each path's own tokens."""
         results, count = list[Any](), self._weighting.count
-        loss_fn: Any = self._stage.loss_fn
 
         def alone(output: Any, target: Any) -> Any:
-            loss = loss_fn(output, target, **self._loss_kwargs)
+            loss = self._loss_fn(output, target, **self._loss_kwargs)
             results.append((loss, 1.0 if count is None else count(target)))
             return results[-1][0]
 
@@ -178,12 +174,11 @@ class ToLoss:
 
     def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
         """Calls the loss on a segment without targets: returns the sum if a divisor comes, else undoes the call."""
-        assert self._stage.loss_fn is not None
         state, carried = RandomState(self._stage.device), unit.carried_out and dict(unit.carried_out)
         auxiliary = unit.auxiliary and list(unit.auxiliary)
         place = f"micro-batch {unit.microbatch}, segment {unit.segment}"
         try:
-            result: Any = self._stage.loss_fn(output, target, **self._loss_kwargs)
+            result: Any = self._loss_fn(output, target, **self._loss_kwargs)
         except Exception as error:  # many means have no value without targets
             self._passed_over = f"raised {type(error).__name__} ({error}) for {place}, which has no target"
         else:
@@ -201,7 +196,8 @@ class ToLoss:
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
         loss, divisor = _split_loss(result) if isinstance(result, tuple) else (result, None)
         if divisor is None and self._is_of_tokens(unit, loss):
-            loss = self._of_tokens(unit, loss)
+            self.values[unit.cell] = loss.detach()
+            loss = loss.sum() / self._weighting.counts[unit.cell]  # over the number of targets of the mean
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"loss_fn must return a scalar tensor, or one value per token, got {_shown(loss)}")
         records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
@@ -228,11 +224,6 @@ class ToLoss:
         dim, length = self._batch.seq_dim, self._step.lengths[unit.cell]
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
-    def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
-        """Returns a segment's loss: the sum of tokens' losses over the number of targets of the mean."""
-        self.values[unit.cell] = values.detach()
-        return values.sum() / self._weighting.counts[unit.cell]
-
     def _left_by_loss(self, unit: LiveUnit) -> Any:
         """Returns state to compare before and after a loss: carried tensors, and versions of gradients."""
         parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
@@ -241,20 +232,17 @@ class ToLoss:
 
     def _look(self, unit: LiveUnit) -> None:
         """Checks, outside of the stage's own unit, whether weighted losses of segments add up to the whole loss."""
-        assert self._looked_at is not None
         (output, target, leaves), self._looked_at = self._looked_at, None
-        look, loss_fn = self._loss_look, self._stage.loss_fn
-        assert look is not None and loss_fn is not None
+        look, loss_fn, stage = self._loss_look, self._loss_fn, self._stage
         if isinstance(loss_fn, nn.Module):  # DDP would count this forward
             loss_fn = without_wrapper(loss_fn)
         if not look.take(output, target, unit.segment, leaves):
             return
         enter(None)
-        found = look.difference(loss_fn, self._loss_kwargs, self._stage.device)
+        found = look.difference(loss_fn, self._loss_kwargs, stage.device)
         enter(unit)
         if found:
-            place = f"stage {self._stage.index}, the loss"
-            self._stage.findings.judge([Finding(look.cause, place, found)])
+            stage.findings.judge([Finding(look.cause, f"stage {stage.index}, the loss", found)])
 
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
         if self.divides:

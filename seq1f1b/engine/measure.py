@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.engine.compiled import is_compiled
-from seq1f1b.engine.features import Feature, Received
+from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import Fsdp
-from seq1f1b.engine.stage import StageStep
+from seq1f1b.engine.stage import Feature, Received, StageStep
 
 __all__: list[str] = []
 
@@ -125,20 +124,21 @@ def storages_of(tensor: Any) -> dict[int, int]:
 class Measuring(Feature):
     """The feature that measures units in the first step of a shape: bytes in graphs, and bytes left by I to W."""
 
-    needs = "is_new"
+    is_for_new = True
 
     def start(self, step: StageStep) -> bool:
         stage = step.stage
         self._modules = stage.modules
-        self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
-        self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # left by I to W
+        self._saved = self._peak_saved = 0  # of all units
+        self._kept = self._gradients = self._peak_gradients = 0  # left by I to W
         self._head = self._head_tokens = 0
         self._head_now = 0  # bytes in the graph of the running unit's head, freed at the end of F
         self._is_partial = False  # some storages could not be counted
         if not step.batch.training:
             return False
         # Graphs under FSDP2 hold parameters, too, and compiled graphs hide saved tensors.
-        return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
+        is_compiled = any(runs_compiled(part) for module in stage.modules for part in module.modules())
+        return not (is_compiled or any(isinstance(p, Fsdp) for p in stage.wrappers))
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -147,14 +147,12 @@ class Measuring(Feature):
         with saved if unit.away is None else nullcontext():
             yield
         self._is_partial |= saved.is_partial
-        tokens = self._step.lengths[unit.cell]
         if unit.kept is None:  # else F runs without a graph, and R saves
             unit.saved_bytes = saved.bytes
             self._saved += saved.bytes
-            self._saved_tokens += tokens
         if self._head_now:
             self._head += self._head_now
-            self._head_tokens += tokens
+            self._head_tokens += self._step.lengths[unit.cell]
         self.note(self._head_now)
 
     @contextmanager
@@ -178,7 +176,6 @@ class Measuring(Feature):
         unit.gradient_bytes = gradients + kept - unit.kept_bytes
         self._kept += unit.kept_bytes
         self._gradients += unit.gradient_bytes
-        self._kept_tokens += self._step.lengths[unit.cell]
         pending = sum(other.gradient_bytes for other in self._step.units.values() if other.tape is not None)
         self._peak_gradients = max(self._peak_gradients, pending)
 
@@ -191,12 +188,13 @@ class Measuring(Feature):
         self._peak_saved = max(self._peak_saved, live)
 
     def figures(self) -> dict[str, Any]:
-        if not self._saved_tokens or self._is_partial:
+        if self._is_partial:
             return {}
-        tokens = max(1, self._kept_tokens)
+        lengths = self._step.lengths
+        tokens = max(1, sum(lengths[cell] for cell in self._step.order.split))
         return {
             "activations": Activations(
-                saved=self._saved / self._saved_tokens,
+                saved=self._saved / sum(lengths),
                 kept=self._kept / tokens,
                 gradients=self._gradients / tokens,
                 head=self._head / max(1, self._head_tokens),

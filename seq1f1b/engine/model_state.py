@@ -9,10 +9,11 @@ import random
 import sys
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -204,25 +205,19 @@ class RandomState:
     """The state of the generators of torch (the CPU's and one device's), of Python and of numpy, if imported."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        numpy = sys.modules.get("numpy")
-        self._states: list[tuple[Callable[[Any], Any], Any]] = [
-            (partial(set_generator_states, device), generator_states(device)),
-            (random.setstate, random.getstate()),
-        ]
-        if numpy is not None:
-            self._states.append((numpy.random.set_state, numpy.random.get_state()))
+        self._device, self._numpy = device, sys.modules.get("numpy")
+        of_numpy = None if self._numpy is None else self._numpy.random.get_state()
+        self._states = generator_states(device), random.getstate(), of_numpy
 
     def restore(self) -> None:
-        for restore, state in self._states:
-            restore(state)
+        set_generator_states(self._device, self._states[0])
+        random.setstate(self._states[1])
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._states[2])
 
     def is_current(self) -> bool:
         """Returns whether no number has been drawn since."""
-        return all(
-            _equal(ours, now)
-            for (_, ours), (_, now) in zip(self._states, RandomState(self._device)._states, strict=True)
-        )
+        return _equal(self._states, RandomState(self._device)._states)
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -334,3 +329,28 @@ def _is_ours() -> bool:
 def is_abstract() -> bool:
     """Returns whether tensors have no values, as within torch.func."""
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
+# -- compiled modules, from which the engine keeps its own code: dynamo would trace it, too ----------------------------
+
+
+def is_compiled_whole(module: nn.Module) -> bool:
+    """Returns whether a call of the module runs compiled code (``torch.compile`` or ``nn.Module.compile``)."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Returns whether the module is compiled, whole or in a method; does not look at submodules."""
+    kind: Any = type(module)
+    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
+
+
+@cache
+def _own_kinds(kind: type) -> tuple[type, ...]:
+    return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
+
+
+def _has_compiled(owner: Any) -> bool:
+    return any(
+        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable") for value in vars(owner).values()
+    )

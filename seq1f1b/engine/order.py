@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,24 +21,13 @@ from seq1f1b.transport.group import OfOneProcess
 __all__: list[str] = []
 
 
-def build(
-    source: Schedule | Builder,
-    num_ranks: int,
-    num_microbatches: int,
-    num_segments: int | Sequence[int],
-    stages_per_rank: int,
-    parents: Sequence[Sequence[int]] | None = None,
-) -> Schedule:
-    """Returns the given order, or builds one for these counts."""
+def build(source: Schedule | Builder, *counts: Any, parents: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Returns the given order, or builds one for numbers of ranks, micro-batches, segments, and stages per rank."""
     if isinstance(source, Schedule):
         return source
-    schedule = source(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_segments=num_segments,
-        stages_per_rank=stages_per_rank,
-        **({} if parents is None else {"parents": parents}),  # a user's callable may know no parents
-    )
+    names = ("num_ranks", "num_microbatches", "num_segments", "stages_per_rank")
+    more = {} if parents is None else {"parents": parents}  # a user's callable may know no parents
+    schedule = source(**dict(zip(names, counts, strict=True)), **more)
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"schedule= is a callable that returned a {type(schedule).__name__}, must be a seq1f1b.Schedule"
@@ -64,8 +55,7 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
         schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
     moves, memory = "O" in schedule.kinds, options.memory
     if memory.offload is not None:
-        default = "none" if moves else "all"
-        return schedule.offload(default if memory.units is None else memory.units)
+        return schedule.offload(memory.units or ("none" if moves else "all"))
     if moves:
         raise ValueError(
             "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory, or seq1f1b.HOST"
@@ -123,7 +113,7 @@ def schedule_of_rows(
     elif source is None:
         raise ValueError("a step of rows builds its own order: give the engine the name of a schedule, or a callable")
     else:
-        schedule = build(source, pipeline.num_ranks, len(counts), counts, len(pipeline.modules), parents)
+        schedule = build(source, pipeline.num_ranks, len(counts), counts, len(pipeline.modules), parents=parents)
         if schedule.parents != parents:
             raise ValueError(
                 f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
@@ -158,64 +148,48 @@ class StageOrder:
 
     def __init__(
         self,
-        units: Iterable[tuple[str, int]],
+        units: Sequence[tuple[str, int]],
         places: list[tuple[int, int, bool]],
         parents: Sequence[int],
         num_children: list[int] | None,
     ) -> None:
-        self.places, self.units = places, tuple(units)
-        self.parents, self.num_children = parents, num_children
-        of = {letter: [cell for own, cell in self.units if own == letter] for letter in "FWRO"}
+        self.places, self.parents, self.num_children = places, parents, num_children
+        of = {letter: [cell for own, cell in units if own == letter] for letter in "FWRO"}
         self.forwards = of["F"]
-        self.kinds = frozenset(letter for letter, _ in self.units)
+        self.kinds = frozenset(letter for letter, _ in units)
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
         # The pass, B or W, and the cell after which all gradients of weights are complete.
-        self.last_gradients = next((unit for unit in reversed(self.units) if unit[0] in "BW"), ("", -1))
+        self.last_gradients = next((unit for unit in reversed(units) if unit[0] in "BW"), ("", -1))
 
 
 class RankOrder(OfOneProcess):
     """An order on one rank: the lowered program, the executor that runs the program, and the rank's cells."""
 
     def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
-        self.schedule, self.program, self.executor, self._rank = schedule, program, executor, rank
+        self.schedule, self.program, self.executor = schedule, program, executor
         segments, first = schedule.segments_of, schedule._first_cells
-        self.recomputes = "R" in schedule.kinds  # on any rank
-        places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
-        parents = [cell - 1 if s else -1 for cell, (_, s, _) in enumerate(places)]
-        num_children: list[int] | None = None
-        if schedule.parents is not None:
-            parents = [a + p if p >= 0 else -1 for a, own in zip(first, schedule.parents, strict=False) for p in own]
-            num_children = [0] * len(parents)
-            for parent in filter(lambda parent: parent >= 0, parents):
-                num_children[parent] += 1
-            places = [(m, s, not num_children[cell]) for cell, (m, s, _) in enumerate(places)]
-        own: dict[int, list[tuple[str, int]]] = {}
-        self.last_cells: dict[str, int] = {}  # by pass, the cell of the rank's last unit
-        for letter, stage, microbatch, segment in schedule.units_of(rank):
-            cell = first[microbatch] + segment
-            own.setdefault(stage, []).append((letter, cell))
-            self.last_cells[letter] = cell
-        self.stages = {stage: StageOrder(units, places, parents, num_children) for stage, units in own.items()}
+        of_segments = schedule.parents or [range(-1, count - 1) for count in segments]
+        parents = [a + p if p >= 0 else -1 for a, own in zip(first, of_segments, strict=False) for p in own]
+        children = Counter(parents)
+        places = [(m, s, not children[first[m] + s]) for m, count in enumerate(segments) for s in range(count)]
+        num_children = None if schedule.parents is None else [children[cell] for cell in range(len(parents))]
+        self._cells = [(unit, first[unit.microbatch] + unit.segment) for unit in schedule.units_of(rank)]
+        self.last_cells = {unit.kind: cell for unit, cell in self._cells}  # by pass, the cell of the rank's last unit
+        units: dict[int, list[tuple[str, int]]] = {}
+        for unit, cell in self._cells:
+            units.setdefault(unit.stage, []).append((unit.kind, cell))
+        self.stages = {stage: StageOrder(own, places, parents, num_children) for stage, own in units.items()}
 
     @cached_property
     def most_away(self) -> int:
         """Returns the largest number of the rank's units at once between O and the backward."""
-        away, most = 0, 0
-        moved = {(index, cell) for index, stage in self.stages.items() for cell in stage.moved}
-        for letter, stage, microbatch, segment in self.schedule.units_of(self._rank):
-            if (stage, self.schedule._first_cells[microbatch] + segment) in moved:
-                away += (letter == "O") - (letter in "BI")
-                most = max(most, away)
-        return most
+        units = [unit for unit, cell in self._cells if cell in self.stages[unit.stage].moved]
+        return max(accumulate((unit.kind == "O") - (unit.kind in "BI") for unit in units), default=0)
 
     @cached_property
     def texts(self) -> dict[tuple[int, int, int], str]:
         """The rank's units as texts, with the stage, by number of the pass, stage and cell."""
-        return {
-            (_C.PASSES.index(letter), index, cell): f"[{index}]{letter}{stage.places[cell][0]}.{stage.places[cell][1]}"
-            for index, stage in self.stages.items()
-            for letter, cell in stage.units
-        }
+        return {(_C.PASSES.index(unit.kind), unit.stage, cell): f"[{unit.stage}]{unit}" for unit, cell in self._cells}
 
     @cached_property
     def digest(self) -> str:

@@ -18,15 +18,14 @@ from torch import nn
 
 from seq1f1b import _C, where
 from seq1f1b.above import above
-from seq1f1b.engine.file_tier import FileTier
-from seq1f1b.engine.offload import Tier
+from seq1f1b.engine.offload import FileTier, Tier
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.replicas import check_parts, data_parallel, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
-from seq1f1b.transport.edges import Edge, leave_place
+from seq1f1b.transport.edges import TRANSPORTS, Edge, leave_place
 from seq1f1b.transport.failure import has_been_told
 from seq1f1b.transport.group import OfOneProcess
 from seq1f1b.transport.values import sendable
@@ -97,22 +96,33 @@ class Pipeline(OfOneProcess):
         self.modules = dict(zip(stages, modules, strict=True))  # by stage
         self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
         for shard in (options.head, options.embedding_shard):
-            if shard is not None:
-                shard.check_place(self.rank, self.num_ranks)
+            if shard is not None and (shard.rank, shard.num_ranks) != (self.rank, self.num_ranks):
+                raise ValueError(
+                    f"the {type(shard).__name__} holds shard {shard.rank} of {shard.num_ranks}, on rank {self.rank} of "
+                    f"{self.num_ranks} of the pipeline: make it with rank={self.rank}, num_ranks={self.num_ranks}"
+                )
         self.parallels: dict[int, Any] = {}  # Ddp or Fsdp of the rank's modules that are wrapped, by id
         for place, module in self.placed_modules():
             check_parts(place, module)
             if (found := data_parallel(module)) is not None:
                 self.parallels[id(module)] = found
         self._gpu_part = gpu_part
-        self.tier = self._make_tier()
+        self.tier: Tier | None = None
+        if (offload := options.memory.offload) is where.HOST:
+            host_tier = gpu_part("host tier")
+            host_tier.check(device)
+            self.tier = host_tier(device, group)
+        elif offload is not None:
+            where.check("folder", f"Memory.offload={os.fspath(offload)!r}", device)
+            self.tier = FileTier(offload, group.group)
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()  # of the rank, once open
         self.device_edges: Any = None  # edges between GPUs
         self.gpu: Any = None  # the core's handle of the stages' GPU, once edges are open
-        self._device_transport = options.device_transport
-        if options.transport == "auto" and gpu_part("edges").serve(device, group):
-            self._device_transport = "auto"
+        # Whether messages of this pipeline go over edges between GPUs.
+        self.is_between_gpus: bool = TRANSPORTS[options.transport].between_gpus or (
+            options.transport == "auto" and gpu_part("edges").serve(device, group)
+        )
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
@@ -141,23 +151,6 @@ class Pipeline(OfOneProcess):
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
 
-    def _make_tier(self) -> Tier | None:
-        place = self.options.memory.offload
-        if place is None:
-            return None
-        if place is where.HOST:
-            host_tier: Any = self._gpu_part("host tier")
-            host_tier.check(self.device)
-            tier: Tier = host_tier(self.device, self.group)
-            return tier
-        where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
-        return FileTier(place, self.group.group)
-
-    @property
-    def is_between_gpus(self) -> bool:
-        """Returns whether messages of this pipeline go over edges between GPUs."""
-        return self._device_transport is not None
-
     def lower(self, schedule: Schedule) -> Any:
         """Returns an order as a program of the executor, for edges between GPUs or through host memory."""
         return schedule._lower_for(self.is_between_gpus, self.rank)
@@ -177,7 +170,7 @@ class Pipeline(OfOneProcess):
 
     def connect_gpus(self) -> None:
         """Chooses the transport of each edge between GPUs, once all ranks have called :meth:`connect`. Collective."""
-        self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
+        self.device_edges = self._gpu_part("edges")(self.options.transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self.gpu = self.device_edges.gpu
         self.edges = tuple(self._edge_reports())
@@ -185,11 +178,9 @@ class Pipeline(OfOneProcess):
     def _edge_reports(self) -> Iterator[EdgeReport]:
         chosen = {} if self.device_edges is None else self.device_edges.chosen
         for edge in self._ends:
-            peer, found = self.group.peer_of(edge), chosen.get(edge)
-            if found is None:
-                yield EdgeReport(edge.source, edge.destination, peer, self.group.transport_to(peer))
-            else:
-                yield EdgeReport(edge.source, edge.destination, peer, *found)
+            peer = self.group.peer_of(edge)
+            found = chosen[edge] if edge in chosen else (self.group.transport_to(peer),)
+            yield EdgeReport(edge.source, edge.destination, peer, *found)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
         """Makes the executor that runs a program over the open edges; ``fills``: W runs in waits."""

@@ -14,24 +14,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seq1f1b.attention.unit import LiveUnit, current, enter
-from seq1f1b.engine.compiled import is_compiled_whole
-from seq1f1b.engine.features import Feature, Pass, Received
-from seq1f1b.engine.model_state import generator_states, set_generator_states
+from seq1f1b.engine.model_state import generator_states, is_compiled_whole, set_generator_states
 from seq1f1b.engine.options import Options, check_share
 from seq1f1b.engine.replicas import without_wrapper
-from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.engine.stage import Feature, Pass, Received, Stage, StageStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
 
-_Run = TypeVar("_Run", bound=Callable[..., Any])
 _generators = threading.RLock()  # torch's default generators belong to the whole process
 
 
@@ -39,9 +36,6 @@ class Recomputing(Feature):
     """The feature that recomputes whole units: F runs without a graph and keeps only arguments, R runs again."""
 
     serves = "R"
-
-    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        self._device = stage.device
 
     def start(self, step: StageStep) -> bool:
         trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
@@ -54,7 +48,7 @@ class Recomputing(Feature):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again or unit.cell not in self._step.order.recomputed:
             return None
-        unit.kept = StartingState(inputs, self._step.kwargs_of(unit), self._device, self._trains)
+        unit.kept = StartingState(inputs, self._step.kwargs_of(unit), self._step.stage.device, self._trains)
         return unit.kept.first()  # type: ignore[no-any-return]
 
     def recompute(self, cell: int, received: Received) -> None:
@@ -133,14 +127,14 @@ class StartingState:
         return output.detach().requires_grad_(may)
 
 
-def one_at_a_time(run: _Run) -> _Run:
+def one_at_a_time(run: Pass) -> Pass:
     """Returns ``run`` under a lock on random numbers, for ranks that are threads and share generators."""
 
-    def alone(*arguments: Any) -> Any:
+    def alone(cell: int, received: Received) -> Any:
         with _generators:
-            return run(*arguments)
+            return run(cell, received)
 
-    return alone  # type: ignore[return-value]
+    return alone
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -157,7 +151,7 @@ class BlockRecomputing(Feature):
         ValueError: the stage has no list of the name, or a block is compiled.
     """
 
-    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+    def __init__(self, stage: Stage, options: Options) -> None:
         self.is_idle = options.memory.blocks is None
         if options.memory.blocks is None:
             return

@@ -1,12 +1,15 @@
-"""Runs steps over the rank's stages: the work before, around and after the units."""
+"""Sets an engine up, and runs steps over the rank's stages: the work before, around and after the units."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,25 +18,23 @@ from seq1f1b import _C
 from seq1f1b.above import above
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
-from seq1f1b.engine.batch import Batch, StepArguments
-from seq1f1b.engine.documents import AskingForDocuments
-from seq1f1b.engine.explain import explained, unit_text
-from seq1f1b.engine.features import Feature
-from seq1f1b.engine.findings import look_at_batches, look_at_targets, samples_of
-from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
+from seq1f1b.engine.batch import Batch, StepArguments, sequence_length
+from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
+from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
-from seq1f1b.engine.options import Options
-from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
-from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.options import Options, agreement_of, check_launch, first_order, order_of
+from seq1f1b.engine.order import RankOrder, Setting, plain_schedule, schedule_of_rows
+from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
 from seq1f1b.engine.split_backward import WeightGradients
-from seq1f1b.engine.splitting import sequence_length
-from seq1f1b.engine.stage import Stage
+from seq1f1b.engine.stage import Feature, Stage
 from seq1f1b.engine.step import Step, StepRecord
-from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
+from seq1f1b.placement import common_device, compute_stream, in_ranges, step_on, through_host
+from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport.agreement import Disagreement
+from seq1f1b.transport import RankGroup, meeting_of, resolve_group
+from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.edges import place_views
 from seq1f1b.transport.failure import mark_as_told
 
@@ -42,7 +43,6 @@ __all__: list[str] = []
 # What an engine may do around the units of a stage. A new feature is a file, and a line here.
 FEATURES: tuple[type[Feature], ...] = (
     WeightGradients,
-    AskingForDocuments,
     BlockRecomputing,
     Recomputing,
     Offloading,
@@ -153,7 +153,7 @@ class Runner:
     def settle(self, arguments: StepArguments) -> None:
         """Takes the tuner's setting for an evaluation, for callers that run units without :meth:`run`. Collective."""
         if self.tuner is not None:
-            self.setting = self._tuned(self.tuner, replace(arguments, training=False))
+            self._tune(replace(arguments, training=False))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,10 @@ class Runner:
                 raise told from error
         self.last_step = record = step.record(group.step, seconds)
         if step.batch.is_new:
-            self._keep(record)
+            self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
+            for index, own in record.figures.items():
+                self.activations |= {index: own["activations"]} if "activations" in own else {}
+                self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
         schedule = record.order.schedule
         self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error stays on this rank
@@ -204,20 +207,21 @@ class Runner:
             arguments = replace(arguments, rows=rows, trees=trees)
         if is_tuned := self.tuner is not None and arguments.rows is None:
             group.begin_step(training)  # messages between ranks may follow
-            self.setting = self._tuned(self.tuner, arguments)
+            self._tune(arguments)
         self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
-        options = self.setting.options
-        batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
+        batch = Batch(replace(arguments, divides=self.divides), self.setting.options, pipeline)
         batch.check()
         if training and not self._known_shapes:
-            import_backward()
-        step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
+            # A first backward with given gradients imports this in 0.5 s and more. Here all ranks import it at once,
+            # instead of one after the other.
+            importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        step = Step(batch, order, self.stages, pipeline, self._known_shapes)
         around.callback(step.end)
         if batch.length:
             step.prepare(batch.length)
         else:  # the length may turn out to be new, and then a peer may compile for minutes
-            group.set_limits(options.limits.longest)
+            group.set_limits(batch.options.limits.longest)
         # 2. The ranks compare their arguments: in the first step, after a failure, and in steps of rows.
         if not is_tuned:
             group.begin_step(training)
@@ -250,16 +254,15 @@ class Runner:
             batch.gradients.end(factor)
         return step, losses, seconds
 
-    def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
+    def _tune(self, arguments: StepArguments) -> None:
         length = 0  # on ranks without inputs, or with inputs that are refused later
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
                 length = sequence_length(arguments.inputs, self.options.seq_dim)
         if arguments.training:
-            found: Setting = tuner.next(self.last_step if self._last_was_plain else None, length)
+            self.setting = self.tuner.next(self.last_step if self._last_was_plain else None, length)
         else:
-            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
-        return found
+            self.setting = self.tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
         """Compares the arguments of all ranks in the first step, after a failure, and in and between steps of rows.
@@ -333,12 +336,6 @@ class Runner:
             )
         return float(last[1])
 
-    def _keep(self, record: StepRecord) -> None:
-        self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
-        for index, own in record.figures.items():
-            self.activations |= {index: own["activations"]} if "activations" in own else {}
-            self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
-
     def _check_clock(self) -> None:
         pipeline = self.pipeline
         if pipeline.device.type != "cpu" and pipeline.group.is_thread and pipeline.num_ranks > 1:
@@ -375,9 +372,73 @@ class Runner:
             return error
         found = error
         if not isinstance(error, _C.PipelineError):
-            unit = unit_text(executor)
-            found = explained(error, executor, self.stages)
-            place = f"{unit}: " if unit else ""
-            group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
+            found, text = explained(error, executor, self.stages)
+            group.fail(text)
         group.end_step(failed=True)
         return found
+
+
+# -- set-up: the ranks meet, compare their arguments, and open the edges between their stages --------------------------
+
+
+def set_up(
+    stage: nn.Module | Sequence[nn.Module],
+    schedule: str | os.PathLike[str] | Schedule | Plan | TunedOrder | Callable[..., Schedule],
+    given: Mapping[str, Any],
+    group: Any,
+    gpu_part: Callable[[str], Any],
+    *,
+    is_whole: bool,
+) -> Runner:
+    """Returns the runner of a rank's steps, over a connected pipeline. An error is told to the other ranks.
+
+    Args:
+        stage, schedule, group: as given to the engine.
+        given: the engine's other arguments, by the names of :class:`Options`.
+        gpu_part: returns a part for GPUs by name.
+        is_whole: whether the stages have to be all stages of their model.
+    """
+    joined: RankGroup | None = None
+    meeting = meeting_of(group)
+    try:
+        counts = (given[name] for name in ("num_microbatches", "num_segments", "segment_sizes"))
+        source, counted = order_of(schedule, *counts)
+        modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
+        for module in modules:
+            if not callable(module):
+                raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
+        options = Options(**{**given, **counted})
+        device = common_device(modules)
+        check_launch(group)
+        waits = {"timeout": options.limits.step, "arrival_timeout": options.limits.longest}
+        joined = resolve_group(group, options.transport, meeting=meeting, **waits)
+        joined.set_limits(options.limits.step)
+
+        order = plain_schedule(source, joined.size, len(modules), options, device)
+        own = [i for i, rank in enumerate(order.rank_of_stage) if rank == joined.rank]
+        places = places_of(zip(own, modules, strict=False)) if is_whole else []
+        check = partial(check_places, rank_of_stage=order.rank_of_stage)
+        agreement = Agreement(joined, agreement_of(options, order, source, device), places, check)
+        if not joined.is_thread:  # ranks that are threads may make engines one by one: they meet in a step
+            agreement.check()
+        pipeline = Pipeline(modules, device, options, joined, order, agreement, gpu_part)
+        builder = None if isinstance(source, Schedule) else source
+        runner = Runner(pipeline, options, order, builder, is_tuned=source is first_order)
+        pipeline.connect(pipeline.lower(order))
+        if not pipeline.is_between_gpus:
+            runner.order(training=True)
+        if not joined.is_thread:
+            joined.begin()
+        if pipeline.is_between_gpus:  # the first messages of an edge between GPUs test the edge
+            pipeline.connect_gpus()
+            runner.order(training=True)
+        return runner
+    except BaseException as error:
+        # Other ranks may wait for this rank: to arrive, to open edges, or in the first step.
+        if joined is None and meeting is not None:
+            meeting.fail(error)
+        elif joined is not None and not isinstance(error, Disagreement):
+            joined.fail(f"{type(error).__name__}: {error}")
+        if joined is not None and joined is not group:
+            joined.close()
+        raise

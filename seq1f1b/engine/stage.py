@@ -1,28 +1,87 @@
-"""A stage: state for all steps, and F and B of units in one step, called by the executor."""
+"""A stage: state for all steps, and F and B of units in one step, called by the executor.
+
+Features are work around the units, each a subclass of :class:`Feature`. ``runner.py`` lists all features; a step calls
+only features with work in the step. A source brings inputs, a sink takes outputs on: ``loss.py`` has the sink of the
+last stage, ``vocabulary_step.py`` source and sink of a vocabulary over the ranks. The end of an edge, which sends or
+receives messages, belongs to ``transport``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.attention.unit import LiveUnit, enter
+from seq1f1b import _C
+from seq1f1b.attention.unit import LiveUnit, as_message, enter
 from seq1f1b.documents.rows import by_paths
-from seq1f1b.engine.ends import Source
-from seq1f1b.engine.features import Feature, Pass, Received
-from seq1f1b.engine.findings import Findings
+from seq1f1b.engine.findings import DOCUMENTS, Finding, Findings
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import StageOrder
-from seq1f1b.nested import tensors_of
+from seq1f1b.nested import mapped, tensors_of
 
 if TYPE_CHECKING:
     from seq1f1b.engine.batch import Batch
     from seq1f1b.engine.pipeline import Pipeline
 
 __all__: list[str] = []
+
+Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
+"""Messages that came for a unit from other ranks, in the order in which the program waits for them: the tensors of each
+(None for a gradient that does not exist), and which of them require grad. None if no message comes."""
+
+Pass: TypeAlias = Callable[[int, Received], Any]
+"""Runs a unit, given its cell and what came for it; returns a tuple of what it sends to other stages, or None."""
+
+
+class Feature:
+    """A feature at work on one stage, for an engine's life: empty hooks, of which each feature overrides some.
+
+    Args:
+        stage: the stage. A stage holds its features, so a feature must not hold the stage between steps.
+        options: the engine's options.
+    Attributes:
+        serves: letters of passes: the feature is idle in an order that has none of the passes; empty: never.
+        is_for_new: True: the feature is idle except in the first step of a shape.
+        is_idle: True: the feature is idle in this engine.
+    """
+
+    serves = ""
+    is_for_new = False
+    is_idle = False
+    _step: Any = None  # the stage's, while a step runs
+
+    def __init__(self, stage: Any, options: Any) -> None:
+        pass
+
+    def start(self, step: Any) -> bool:
+        """Prepares for a step, before its units. Returns whether the feature has work in this step."""
+        raise NotImplementedError
+
+    def passes(self) -> Mapping[str, Pass]:
+        """Returns the functions that run units of the feature, by the letter of their pass.
+
+        The function under ``"fill"`` runs a piece of W while the rank waits, and returns whether any is left.
+        """
+        return {}
+
+    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+        """Returns a context around all units of a step; ``others``: modules of the rank's other stages."""
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        """Returns a context around the module and the sink of a unit, in F and in R (``unit.is_again``)."""
+
+    def look_back(self) -> None:
+        """Called after the last unit, when nothing surrounds the units, and before ranks meet at the step's end."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """Returns figures for the report, by name."""
+        return {}
 
 
 class Stage:
@@ -53,6 +112,7 @@ class Stage:
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         self.group = pipeline.group
+        self.tier: Any = pipeline.tier  # for saved tensors; None: no tier
         self.in_threads = pipeline.group.is_thread  # ranks that are threads share random generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
@@ -63,7 +123,7 @@ class Stage:
         # Checks of arguments by modules, as by stages of transformers models.
         modules: Any = self.module.modules() if isinstance(self.module, nn.Module) else ()
         self.checks = [part.check_before_step for part in modules if hasattr(type(part), "check_before_step")]
-        every = [make(self, options, pipeline.tier) for make in features]
+        every = [make(self, options) for make in features]
         self.features = [feature for feature in every if not feature.is_idle]
 
     @property
@@ -115,7 +175,7 @@ class StageStep:
         self.features: list[Feature] = []
         for feature in stage.features:
             is_served = not feature.serves or not order.kinds.isdisjoint(feature.serves)
-            if is_served and (not feature.needs or getattr(batch, feature.needs)):
+            if is_served and (batch.is_new or not feature.is_for_new):
                 feature._step = self
                 if feature.start(self):
                     self.features.append(feature)
@@ -178,6 +238,8 @@ class StageStep:
                 if context is not None:
                     stack.enter_context(context)
             kwargs = self.kwargs_of(unit)
+            if self.batch.has_documents:  # without doc_ids, attention refuses several (``csrc/torch/segment_rows.c``)
+                _C.current_unit_set_documents(self.batch.documents[unit.microbatch])
             if self.batch.paths:
                 output = self._run_paths(unit, inputs, kwargs)
             else:
@@ -185,7 +247,19 @@ class StageStep:
             if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
                 unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
             sent: tuple[Tensor, ...] | None = self._sink.take(unit, output)
-            return sent
+        if self.batch.has_documents and not unit.is_again:
+            self._look_at_documents(unit)
+        return sent
+
+    def _look_at_documents(self, unit: LiveUnit) -> None:
+        """Warns if the stage carries state along several documents, and gets no tensor that may tell them apart."""
+        carries = unit.carried_in is not None or unit.carried_out is not None
+        given: list[Any] = [*self.kwargs_of(unit).values()]
+        if self.stage.is_first and self.batch.inputs is not None:
+            given += self.batch.inputs[unit.cell][1:]
+        if carries and self.batch.documents[unit.microbatch] > 1 and not any(map(tensors_of, given)):
+            what = "carries state along packed documents, and is not told where they begin"
+            self.stage.findings.judge([Finding(DOCUMENTS, f"stage {self.stage.index}", what)])
 
     def _run_paths(self, unit: LiveUnit, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module on each path of a tree alone, for a unit that is a whole micro-batch."""
@@ -229,3 +303,123 @@ class StageStep:
         returned = None if self._source.give_back is None else self._source.give_back(unit)
         unit.forget()
         return returned
+
+
+# -- the two ends of a stage -------------------------------------------------------------------------------------------
+
+
+Spec: TypeAlias = "list[tuple[Any, ...]]"
+"""The shape, dtype, type, device and layout of each output of a unit."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Source of a stage's inputs, here the step's arguments by cell."""
+
+    given: Sequence[tuple[Any, ...]] = ()
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        """Returns the module's positional arguments, for F of a unit."""
+        return self.given[unit.cell]
+
+    give_back: ClassVar[Any] = None
+    """Called with a unit after its backward, for the inputs' gradients that cross to another rank; None: none do."""
+
+
+class FromStage(Source):
+    """Source of all stages but the first: outputs of the previous stage, as leaves of the unit's graph.
+
+    Args:
+        previous: :class:`StageStep` of the previous stage if it lies on this rank: no transfer is needed; else None.
+    """
+
+    def __init__(self, training: bool, previous: Any) -> None:
+        self._training, self._previous = training, previous
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        if received is not None:
+            tensors, requires_grad = received[0]
+        else:
+            tensors = self._previous.units[unit.cell].take_handed()
+            requires_grad = [tensor.requires_grad for tensor in tensors]
+        pairs = zip(tensors, requires_grad, strict=True)
+        unit.leaves = tuple([tensor.detach().requires_grad_(self._training and needs) for tensor, needs in pairs])
+        return unit.leaves
+
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
+        gradients = unit.input_gradients()
+        if self._previous is None:
+            return gradients
+        unit.handed = gradients
+        return None
+
+
+@dataclass(eq=False)
+class ToStage:
+    """Sink of a stage's outputs in one step, here the following stage.
+
+    Args:
+        step: :class:`StageStep` of the stage.
+        following: :class:`StageStep` of the following stage if it lies on this rank; else None.
+    """
+
+    step: Any
+    following: Any
+    _specs: dict[int, Spec] = field(default_factory=dict)  # of outputs, by segment length
+
+    end: ClassVar[Any] = None
+    """Called with the unit at the end of F, outside of all that surrounds it; None: nothing is left to do."""
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """Sets, in F and R, where the unit's backward starts (roots and seeds); returns tensors for other ranks."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        spec: Spec = [(o.shape, o.dtype, type(o), o.device, o.layout) for o in outputs if isinstance(o, Tensor)]
+        if len(spec) < len(outputs) or self._specs.get(self.step.lengths[unit.cell]) != spec:
+            self._check(outputs, spec, self.step.lengths[unit.cell])
+        outputs = tuple([as_message(o) for o in outputs])
+        if unit.kept is not None:
+            outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
+        elif unit.training:
+            # A gradient edge in place of the output: the storage is freed once the output is sent.
+            unit.roots = tuple([get_gradient_edge(o) if o.requires_grad else None for o in outputs])
+        if unit.is_again:  # R: F has handed over the outputs
+            return None
+        if self.following is None:
+            return outputs
+        unit.handed = outputs
+        return None
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """Returns the gradients of the unit's roots, for B; None for a root without gradient."""
+        if received is not None:  # detached: a hook may keep its gradient, and `leave_place` counts holders of views
+            return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
+        return self.following.units[unit.cell].take_handed()  # type: ignore[no-any-return]
+
+    def _check(self, outputs: tuple[Any, ...], spec: Spec, length: int) -> None:
+        device, index = self.step.stage.device, self.step.stage.index
+        for o in outputs:
+            if not isinstance(o, Tensor):
+                raise TypeError(
+                    f"a stage must return a tensor or a tuple of tensors, stage {index} returned {type(o).__name__}"
+                )
+            if hasattr(o, "to_local"):
+                raise TypeError(f"stage {index} returned a DTensor; return its to_local() instead")
+            if o.device != device or o.layout != torch.strided:
+                raise ValueError(
+                    f"stage {index} returned a {o.layout} tensor on {o.device}; its outputs must be strided on {device}"
+                )
+        known = self._specs.setdefault(length, spec)
+        if [own[:2] for own in known] != [own[:2] for own in spec]:
+            raise ValueError(
+                f"stage {index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
+                f"{_spec_text(known)} for another of the same length in this step"
+            )
+
+
+def detached(output: Any) -> Any:
+    """Returns a copy of an output in memory of its own: the output may alias the receive place of an input."""
+    return mapped(output, lambda tensor: tensor.detach().clone())
+
+
+def _spec_text(spec: Spec) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype, *_ in spec)

@@ -1,19 +1,19 @@
 """Tied parameters: copies of one parameter on several stages, for example of an embedding that is also the head.
 
-``copies.py`` makes the copies when a model is cut. A step sums the copies' gradients.
+The copies are made when a model is cut. A step sums the copies' gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.engine.copies import PAGE, held, hooks_refused, num_hooks
 from seq1f1b.engine.gradients import StepGradients, dense
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.agreement import Disagreement
@@ -23,6 +23,7 @@ __all__: list[str] = []
 # Unlike optimizers drive copies apart in their first step, perhaps after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _LIST = "tied_parameters"
+_PAGE = "docs/how-to/tied-weights.md"
 
 Described: TypeAlias = "dict[str, list[list[Any]]]"
 """Each copy of a rank for the other ranks, by the names of the ties: as text, what must be alike, how many hooks it
@@ -57,7 +58,8 @@ class TiedParameters:
 
     def _read(self) -> None:
         """Reads the modules' lists. Raises ValueError if a list is wrong, or has a parameter that no module has."""
-        found, listings = dict[str, list[tuple[str, Any]]](), dict[tuple[int, str], tuple[Any, list[str]]]()
+        # By tie and id, each copy with its name and place; and what `_known` becomes.
+        found, listings = dict[str, dict[int, tuple[str, Any]]](), dict[tuple[int, str], tuple[Any, list[str]]]()
         registered = {id(parameter) for _, root in self._modules for parameter in root.parameters()}
         for place, root in self._modules:
             named: dict[int, list[str]] = {}
@@ -74,17 +76,11 @@ class TiedParameters:
                             listed[name] = parameter  # so that readers of the list see the module's
                     _check(name, parameter, place, registered)
                     listings[id(part), name] = parameter, paths
-                    own = found.setdefault(name, [])
-                    is_known = any(parameter is copy for _, copy in own)  # listed twice on a stage
-                    if not is_known:
-                        own.append((f"{(paths[0] if paths else name)!r} of {place}", parameter))
-        self._copies = {name: [copy for _, copy in own] for name, own in found.items()}
-        names: dict[int, list[str]] = {}  # by id of a copy, its ties
-        for name in sorted(self._copies):
-            for copy in self._copies[name]:
-                names.setdefault(id(copy), []).append(name)
+                    text = f"{(paths[0] if paths else name)!r} of {place}"
+                    found.setdefault(name, {}).setdefault(id(parameter), (text, parameter))  # perhaps listed twice
+        self._copies = {name: [copy for _, copy in own.values()] for name, own in found.items()}
         self._described = {
-            name: [[text, _kind(copy, names[id(copy)], name), num_hooks(copy), id(copy)] for text, copy in own]
+            name: [[text, _kind(copy, name, found), num_hooks(copy), key] for key, (text, copy) in own.items()]
             for name, own in found.items()
         }
         self._known = listings
@@ -159,7 +155,7 @@ class TiedParameters:
                 )
             hooks = [f"{text} has {num}" for text, _, num, _ in copies if num]
             if hooks and len(copies) > 1:
-                raise Disagreement(hooks_refused(name, hooks[0]))
+                raise Disagreement(_hooks_refused(name, hooks[0]))
         self._holders, self._everyones = holders, everyones
 
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
@@ -261,7 +257,7 @@ class TiedParameters:
             f"the copies of tied parameter {name!r} have come apart: {texts[other]} differs from {texts[0]} by up to "
             f"{distances[other]:.1e}{more}: give all copies the same optimizer, learning rate, weight decay and "
             "options, by the names of engine.named_parameters(), clip by engine.clip_grad_norm_, and start again from "
-            f"weights that are equal ({PAGE})"
+            f"weights that are equal ({_PAGE})"
         )
 
 
@@ -293,12 +289,17 @@ def _check(name: str, parameter: Any, place: str, registered: Collection[int]) -
         )
 
 
-def _kind(parameter: nn.Parameter, names: Sequence[str], name: str) -> str:
-    """Returns shape, dtype and training of a copy of a tie, equal within the tie; ``names``: the parameter's ties."""
+def _kind(parameter: nn.Parameter, name: str, found: Mapping[str, Collection[int]]) -> str:
+    """Returns what must be alike in all copies of a tie, as text: shape, dtype, training, other ties.
+
+    Args:
+        name: the tie.
+        found: by tie, the ids of its copies.
+    """
+    others = [other for other in sorted(found) if other != name and id(parameter) in found[other]]
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     kind += ", without memory (meta)" if parameter.is_meta else ""
-    others = [other for other in names if other != name]
     return f"{kind}, also listed as {others}" if others else kind
 
 
@@ -310,3 +311,70 @@ def _sum_of_bytes(tensor: Tensor) -> int:
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+# -- copies for the stages of a model that is cut ----------------------------------------------------------------------
+
+
+def held(stage: nn.Module, names: Mapping[str, Sequence[str]], place: str = "the stage") -> dict[str, nn.Parameter]:
+    """Returns the tied parameters of a stage as they are now, by tie: the name in the unsplit model.
+
+    Args:
+        names: by tie, the parameter's names in the stage.
+        place: the stage in words.
+    Raises:
+        ValueError: a tied parameter is gone, or its names in the stage mean different parameters now.
+    """
+    found = {}
+    for tie, own in names.items():
+        try:
+            first, *others = (stage.get_parameter(name) for name in own)
+        except AttributeError as error:
+            raise ValueError(
+                f"{place} has no parameter {' or '.join(own)} any more, of which another stage holds a copy "
+                f"({tie!r}): change the model before it is cut"
+            ) from error
+        if any(other is not first for other in others):
+            raise ValueError(f"{', '.join(own)} were one parameter of {place} and are several now: make them one again")
+        found[tie] = first
+    return found
+
+
+def carried(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns a copy of a parameter for another stage, with values, gradient and attributes."""
+    if type(parameter) is nn.Parameter:
+        new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    else:
+        new = deepcopy(parameter)
+    if parameter.is_floating_point() and parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+        new.grad_dtype = parameter.grad_dtype
+    if parameter.grad is not None:
+        new.grad = parameter.grad.detach().clone()
+    carry_attributes(parameter, new)
+    return new
+
+
+def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
+    """Copies attributes like ``no_weight_decay``, used by optimizers to group parameters; clones tensors."""
+    for key, value in vars(parameter).items():
+        setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Raises ValueError if a parameter to be copied has hooks."""
+    if num_hooks(parameter):
+        raise ValueError(_hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
+
+
+def num_hooks(parameter: nn.Parameter) -> int:
+    """Returns the number of hooks on the parameter's gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+def _hooks_refused(name: str, where: str) -> str:
+    """Returns the error text for hooks on a tied parameter."""
+    return (
+        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}), which would see "
+        "a part of the gradient: remove them, and change the .grad of every copy between engine.step and the "
+        f"optimizer's step ({_PAGE})"
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,13 +31,9 @@ class VocabularyShard(nn.Module):
         if vocab < self.num_ranks or hidden < 1:
             raise ValueError(f"a vocabulary of {vocab} rows of {hidden} has none for each of {self.num_ranks} ranks")
         self.hidden, self.vocab, self.name = hidden, vocab, name
+        base, more = divmod(vocab, self.num_ranks)
+        self.shard_sizes = [base + (i < more) for i in range(self.num_ranks)]  # rows on each rank
         self.first_row = sum(self.shard_sizes[: self.rank])
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """The number of rows on each rank."""
-        base, more = divmod(self.vocab, self.num_ranks)
-        return [base + (rank < more) for rank in range(self.num_ranks)]
 
     def _add_layer(self, layer: nn.Module) -> None:
         """Adds the layer under its name in the unsplit model, which may be a path."""
@@ -74,14 +69,6 @@ class VocabularyShard(nn.Module):
         if weight.shape != (self.vocab, self.hidden):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
         self.layer.get_parameter("weight").copy_(weight[self.rows])
-
-    def check_place(self, rank: int, num_ranks: int) -> None:
-        """Raises unless the shard belongs to the rank of a pipeline."""
-        if (self.rank, self.num_ranks) != (rank, num_ranks):
-            raise ValueError(
-                f"the {type(self).__name__} holds shard {self.rank} of {self.num_ranks}, on rank {rank} of {num_ranks} "
-                f"of the pipeline: make it with rank={rank}, num_ranks={num_ranks}"
-            )
 
 
 class VocabularyParallelHead(VocabularyShard):
@@ -147,9 +134,7 @@ class VocabularyParallelHead(VocabularyShard):
     @property
     def linear(self) -> nn.Linear:
         """The ``nn.Linear`` with the shard's rows."""
-        linear = self.layer
-        assert isinstance(linear, nn.Linear)
-        return linear
+        return self.layer  # type: ignore[return-value]
 
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -328,8 +313,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Embeds numbers of rows in the shard: (...) -> (..., hidden)."""
-        embedded: Tensor = self.layer(rows)
-        return embedded
+        return self.layer(rows)  # type: ignore[no-any-return]
 
     def find(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Returns positions of the tokens with a row in the shard, and the numbers of the rows in the shard.
@@ -342,8 +326,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
         return places, flat[places] - self.first_row
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of all logits, by token: the log of the softmax's denominator, the target's logit, the sum."""
 
     log_sum: Tensor

@@ -11,21 +11,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.batch import StepRead
-from seq1f1b.engine.ends import Source, ToStage, detached
-from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.pipeline import Pipeline
-from seq1f1b.engine.stage import StageStep
-from seq1f1b.engine.vocabulary import (
-    Statistics,
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-    VocabularyShard,
-    shard_of,
-)
+from seq1f1b.engine.stage import Pass, Received, Source, StageStep, ToStage, detached
+from seq1f1b.engine.vocabulary import Statistics, VocabularyParallelEmbedding, VocabularyParallelHead, VocabularyShard
 from seq1f1b.engine.weighting import Weighting
 
 __all__: list[str] = []
@@ -67,17 +59,12 @@ def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, r
 
 
 class HeadStep(_ShardStep):
-    """The rank's shard of the output layer in one step: passes S and T.
+    """The rank's shard of the output layer in one step: passes S and T."""
 
-    Args:
-        is_mean: the loss is a mean over targets, not their sum.
-    """
-
-    def __init__(self, loss_fn: Any, pipeline: Pipeline, last: int, *, training: bool, is_mean: bool) -> None:
-        super().__init__(loss_fn, pipeline, last, training)
-        head = shard_of(loss_fn, VocabularyParallelHead)
-        assert head is not None
-        self.head, self._is_mean, self._is_on_last = head, is_mean, pipeline.has_last
+    def __init__(self, head: VocabularyParallelHead, pipeline: Pipeline, last: int, training: bool) -> None:
+        super().__init__(pipeline.options.loss_fn, pipeline, last, training)
+        self.head, self._is_on_last = head, pipeline.has_last
+        self._is_mean = pipeline.options.loss.reduction == "mean"  # over targets, not their sum
         self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
         self.handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self.gradients: dict[int, Tensor | None] = {}  # from T to the last stage, on its own rank
@@ -95,10 +82,8 @@ class HeadStep(_ShardStep):
         """Requests a check that targets of all micro-batches are in the vocabulary."""
         every = [self.head.read_target(target)[0] for target in targets]
         whole = [labels for labels in every if isinstance(labels, Tensor) and not labels.is_floating_point()]
-        ignored = self.head.ignore_index
-        _check_range(
-            "the target holds", [labels.masked_fill(labels == ignored, 0) for labels in whole], self.head, read
-        )
+        counted = [labels.masked_fill(labels == self.head.ignore_index, 0) for labels in whole]
+        _check_range("the target holds", counted, self.head, read)
 
     def divisor(self, target: Tensor, count: float) -> Tensor | float:
         """Returns the divisor of the sum over a segment's tokens; ``count``: counted targets, for a loss of tokens."""
@@ -169,10 +154,8 @@ class HeadStep(_ShardStep):
 class EmbeddingStep(_ShardStep, Source):
     """The rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs."""
 
-    def __init__(self, module: nn.Module, pipeline: Pipeline, last: int, *, training: bool) -> None:
-        super().__init__(module, pipeline, last, training)
-        shard = shard_of(module, VocabularyParallelEmbedding)
-        assert shard is not None
+    def __init__(self, shard: VocabularyParallelEmbedding, pipeline: Pipeline, last: int, training: bool) -> None:
+        super().__init__(pipeline.options.embedding, pipeline, last, training)
         self._shard = shard
         self._tokens: list[Tensor] = []  # inputs of the pipeline, by cell
         self._counts: list[list[float]] = []  # number of tokens with a row here, by cell
@@ -233,11 +216,10 @@ class ToHead(ToStage):
     def __init__(self, step: StageStep, shard: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
         self._shard, self._weighting, self._targets = shard, weighting, step.batch.targets
-        self._keeps_outputs = step.batch.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         """Returns, in F, the message to every shard: output, targets, gradient of a token's loss, further arguments."""
-        if self._keeps_outputs and not unit.is_again:
+        if self.step.batch.arguments.return_outputs and not unit.is_again:
             unit.output = detached(output)
         outputs = super().take(unit, output)
         if outputs is None:
@@ -248,18 +230,16 @@ class ToHead(ToStage):
                 f"the last stage must return the hidden state, (..., {head.hidden}), for a vocabulary over the "
                 f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
             )
-        shape, seed, scale = hidden.shape[:-1], None, torch.zeros(1, dtype=torch.float64, device=hidden.device)
+        shape, scale = hidden.shape[:-1], torch.zeros(1, dtype=torch.float64, device=hidden.device)
         target, more = head.read_target(None if self._targets is None else self._targets[cell])
-        if self._targets is not None:
-            seed, count = self._weighting.seeds[cell], self._weighting.counts[cell]
-            self._shard.counts[cell] = count
         if target is None:
             target = torch.full(shape, head.ignore_index, device=hidden.device)
         if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
             what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
-        if seed is not None:
-            scale = (seed / self._shard.divisor(target, count)).reshape(1).double()
+        if self._targets is not None:
+            count = self._shard.counts[cell] = self._weighting.counts[cell]
+            scale = (self._weighting.seeds[cell] / self._shard.divisor(target, count)).reshape(1).double()
         named = [hidden.new_empty(0) if value is None else value.detach().contiguous() for value in more]
         beside = target.long().contiguous(), scale, *named
         self._shard.handed[cell] = hidden.detach().requires_grad_(hidden.requires_grad), *beside

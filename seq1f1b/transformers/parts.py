@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.engine.ties import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.look import HIDDEN, PER_LAYER, TOKENS, RecordedModel, cannot, stores_keys, takes_keys
 from seq1f1b.transformers.stage import AbsentLayer, Entry, Exit, Message, NoEmbedding

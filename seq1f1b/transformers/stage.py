@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seq1f1b.attention.causal import positions
 from seq1f1b.attention.unit import current
-from seq1f1b.engine.copies import held
+from seq1f1b.engine.ties import held
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
