@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from seq1f1b.adapters.chain_trace import RefusedCode
-from seq1f1b.checks.by_values import Look, sample_of
+from seq1f1b.checks.first_look import Look, sample_of
 from seq1f1b.engine.findings import STATE
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks

@@ -34,7 +34,7 @@ class LiveUnit:
     loss: Tensor | None = None
     output: Any = None  # the last stage's output, if the caller asks for outputs
 
-    watch: Any = None  # of checks/by_values.py: notes calls of attention and of carried state
+    watch: Any = None  # of checks/first_look.py: notes calls of attention and of carried state
     kept: Any = None  # recompute.py: R's starting state, from F to R
     is_again = False  # recompute.py: True while R runs
     away: Any = None  # offload.py: saved tensors of a moved unit
