@@ -111,7 +111,7 @@ def pipeline_stage(
         raise ValueError("dtype= and device= are for a folder: a model has both already")
     peft, adapted, base = sys.modules.get("peft"), None, model  # a peft model exists only after an import of peft
     if peft is not None and isinstance(model, peft.PeftModel):
-        check_adapters(model, num_ranks)
+        check_adapters(model)
         adapted, base = model, model.get_base_model()
     if not isinstance(base, transformers.PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, a PeftModel or a folder, got {type(base).__name__}")
@@ -279,7 +279,8 @@ def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
             other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
             if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
                 what = f"{other} and {name}.{own} are two parameters in one memory"
-                raise ValueError(f"{what}, which stages {its} and {stage} do not share; make them one parameter")
+                what = f"{what}, which stages {its} and {stage} do not share; make them one parameter"
+                raise ValueError(f"{what}, or set ensure_weight_tying=False in the config of their adapters")
     tied = {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
     for name, (parameter, _) in tied.items():
         check_hooks(name, parameter)
