@@ -34,6 +34,7 @@ class LiveUnit:
     loss: Tensor | None = None
     output: Any = None  # the last stage's output, if the caller asks for outputs
 
+    starts: Sequence[Sequence[int]] = ((),)  # of transformers/state.py: the documents' first tokens, by row
     watch: Any = None  # of checks/first_look.py: notes calls of attention and of carried state
     kept: Any = None  # recompute.py: R's starting state, from F to R
     is_again = False  # recompute.py: True while R runs
