@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
-from seq1f1b.adapters.chain_compare import Composite, compare
+from seq1f1b.adapters.chain_compare import NoTensor, compare
 from seq1f1b.adapters.chain_trace import Tracer, constants_of, is_size, trace
 from seq1f1b.engine.ties import carried, check_hooks, held
 
@@ -94,14 +94,21 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
         stage_of = _stages(model, traced.graph, names)
         cut = _Cut(model, traced, stage_of, len(names) + 1)
         parts = [cut.part(stage) for stage in range(cut.count)]
-        _check_owned(model, parts)
+        owned = {id(tensor) for part in parts for tensor in part.state_dict(keep_vars=True).values()}
+        state = nn.Module.state_dict(model, keep_vars=True)
+        left = ", ".join([name for name, tensor in state.items() if id(tensor) not in owned][:5])
+        if left:
+            raise ValueError(
+                f"forward of {type(model).__name__} does not use {left}, which no stage would own: remove it from the "
+                "model"
+            )
         _copy_tied(model, parts)
         try:
             if check and not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
                 handed_on = [[node.name for node in cut.handed_on(stage)] for stage in range(cut.count - 1)]
                 compare(model, traced.graph, parts, [*handed_on, []], sample)
             return parts
-        except Composite as found:
+        except NoTensor as found:
             node = next(node for node in traced.graph.nodes if node.name == found.name)
             if not _take_apart(traced.graph, node, found.value):
                 raise
@@ -111,7 +118,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
     """Gives the users of a nested value the single tensors, which stages can hand on. Returns whether possible."""
     users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
     leaves, keys = tree_leaves_with_path(value), (MappingKey, SequenceKey)
-    are_tensors = all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
+    are_tensors = value is not None and all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
     if not users or not are_tensors or not all(isinstance(key, keys) for path, _ in leaves for key in path):
         return False
     last = node
@@ -269,18 +276,7 @@ class _Cut:
         return is_size(node) and node.target not in ("item", "tolist")
 
 
-# -- what the stages hold ----------------------------------------------------------------------------------------------
-
-
-def _check_owned(model: nn.Module, parts: Sequence[ChainStage]) -> None:
-    state = nn.Module.state_dict(model, keep_vars=True)
-    owned = {id(tensor) for part in parts for tensor in part.state_dict(keep_vars=True).values()}
-    left = [name for name, tensor in state.items() if id(tensor) not in owned]
-    if left:
-        raise ValueError(
-            f"forward of {type(model).__name__} does not use {', '.join(left[:5])}, which no stage would own: remove "
-            "it from the model"
-        )
+# -- tied parameters ---------------------------------------------------------------------------------------------------
 
 
 def _copy_tied(model: nn.Module, parts: Sequence[ChainStage]) -> None:

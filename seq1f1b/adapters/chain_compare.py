@@ -19,13 +19,13 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from seq1f1b.adapters.chain_trace import RefusedCode
-from seq1f1b.checks.by_values import Look, sample_of
+from seq1f1b.checks.first_look import Look, sample_of
 from seq1f1b.engine.findings import STATE
 from seq1f1b.engine.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.nested import distance, norm
 
-__all__ = ["Composite", "compare"]
+__all__ = ["NoTensor", "compare"]
 
 _BATCH, _TOKENS = 2, 8  # shape of the sample when the caller gives none
 _TRAINING, _AUTOCAST = "training mode", "evaluation mode under autocast"
@@ -34,15 +34,18 @@ _ROUNDINGS = 8  # tolerance for sums in another order, in units in the last plac
 _Run: TypeAlias = "tuple[dict[str, Any], dict[str, Tensor]]"
 
 
-class Composite(RefusedCode):
-    """The error for a stage that hands on several tensors as one value; ``split`` takes the value apart in the graph.
+class NoTensor(RefusedCode):
+    """The error for a stage that hands on another value than a tensor; ``split`` takes containers apart in the graph.
 
     Attributes:
         name, value: name and value of the graph's node.
     """
 
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(f"{name} is a {type(value).__name__}, and stages hand on tensors")
+    def __init__(self, stage: str, name: str, value: Any) -> None:
+        super().__init__(
+            f"{stage} would hand on {name}, a {type(value).__name__}, and stages hand on tensors: take it apart before "
+            "the cut, or cut elsewhere by at="
+        )
         self.name, self.value = name, value
 
 
@@ -168,20 +171,17 @@ def _run(
             output = part(*values, **kwargs)
             values = output if isinstance(output, tuple) else (output,)
             for name, value in zip(handed_on[index], values, strict=False):
-                if isinstance(value, (tuple, list, dict)):
-                    raise Composite(name, value)
                 if not isinstance(value, Tensor):
-                    raise RefusedCode(
-                        f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
-                        "tensors: take it apart before the cut, or cut elsewhere by at="
-                    )
+                    raise NoTensor(f"stage {index} of {whose}", name, value)
         leaves = [leaf for leaf in tree_leaves(vars(output) if is_dataclass(output) else output) if leaf is not None]
         trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if trained:
             torch.autograd.backward(trained, [_seed(leaf) for leaf in trained])
         found = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
         found |= {f"buffer {n}": b for part in parts for n, b in part.named_buffers(remove_duplicate=False)}
-        found = {n: _kept(value) if isinstance(value, Tensor) else value for n, value in found.items()}
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = value.detach().clone().requires_grad_(value.requires_grad)
         gradients: dict[str, Tensor] = {}
         for p in (p for p in parameters if p.grad is not None):
             name = names[id(p)]
@@ -206,10 +206,6 @@ def _check_segments(whose: str, stage: Any, args: tuple[Any, ...], kwargs: Mappi
 def _seed(output: Tensor) -> Tensor:
     """Returns a gradient for an output: fixed values without a pattern."""
     return torch.arange(output.numel(), dtype=torch.float64, device="cpu").square().cos().view(output.shape).to(output)
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _difference(whole: _Run, stages: _Run) -> str:

@@ -34,7 +34,8 @@ class LiveUnit:
     loss: Tensor | None = None
     output: Any = None  # the last stage's output, if the caller asks for outputs
 
-    watch: Any = None  # of checks/by_values.py: notes calls of attention and of carried state
+    starts: Sequence[Sequence[int]] = ((),)  # of transformers/state.py: the documents' first tokens, by row
+    watch: Any = None  # of checks/first_look.py: notes calls of attention and of carried state
     kept: Any = None  # recompute.py: R's starting state, from F to R
     is_again = False  # recompute.py: True while R runs
     away: Any = None  # offload.py: saved tensors of a moved unit

@@ -146,7 +146,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
         if wide is None:
             truth = plain
-        differences = [] if whole is None else whole.compare_with(found)
+        differences = [] if whole is None else whole.compare(plain, found)
         if where:
             differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
         result = _compare(runner, truth, plain, found, exact, differences, is_compared=not where)
@@ -155,7 +155,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
             chain = session.run(whole=True, dtype=wide)
             cut = _compare(runner, truth, plain, chain, None if wide is None else chain)
             tolerance = math.sqrt(torch.finfo(_own_dtype(runner)).eps) if wide is None else _SAME
-            first = whole.first_difference(chain, wide, tolerance)
+            first = whole.first_difference(truth, chain, tolerance)
             if not cut:
                 result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
     finally:

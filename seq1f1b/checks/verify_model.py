@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.above import above
 from seq1f1b.checks.verify_runs import (
     Forward,
     NamedTensor,
@@ -22,21 +22,18 @@ from seq1f1b.checks.verify_runs import (
     Session,
     WholeModelError,
     named_tensors,
-    one_by_one,
     own_modules,
     refuse,
 )
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.options import Memory
-from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.runner import Runner
+from seq1f1b.engine.set_up import set_up
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import common_device, free_bytes
-from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
-from seq1f1b.transport.agreement import Agreement
-from seq1f1b.transport.values import pack, sendable
+from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
@@ -65,21 +62,12 @@ class WholeModel:
         described = [[h.name, h.place, h.kind, tuple(h.tensor.shape), h.tensor.requires_grad] for h in own]
         everyones = self._group.all_gather_object([described, compared])
         self._compared: list[list[str]] = [theirs for _, theirs in everyones]
-        self._model: Any = None  # a _Model on rank 0
-        text = ""
-        if self._rank == 0:
-            try:
-                self._model = _Model(runner, model)
-                text = self._model.refusal([theirs for theirs, _ in everyones])
-            except Exception as error:  # refuse() below raises the error on every rank
-                text = f"the model cannot be prepared: {type(error).__name__}: {error}"
-        refuse(self._group, text)
+        self._model: Any = _Model(runner, model) if self._rank == 0 else None
+        refuse(self._group, "" if self._model is None else self._model.refusal([theirs for theirs, _ in everyones]))
         self._take(arguments, own)
         self.fits_wide: bool = self._group.all_gather_object(self._model is not None and self._model.fits_wide())[0]
         self._differences: list[str] = []
         self.notes: list[str] = []
-        self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by dtype of the run
-        self._drops = Counter[float]()
 
     def _take(self, arguments: StepArguments, own: Sequence[NamedTensor]) -> None:
         """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's rank."""
@@ -120,35 +108,34 @@ class WholeModel:
                 told = ["", found.draws, dict(found.drops), own]
             except WholeModelError as error:
                 told = [str(error), False, {}, {}]
-        text, draws, drops, self._forwards[dtype] = self._group.all_gather_object(told)[0]
+        text, draws, drops, forwards = self._group.all_gather_object(told)[0]
         if text:
             raise WholeModelError(text)
-        self._drops = Counter(drops)
         parts = []
         for rank, compared in enumerate(self._compared):
             part = None if found is None else self._model.part(found, compared, rank == 0, rank == self._last)
             parts.append(_sent(self._group, part, 0, rank))
         device = self._runner.pipeline.device
         losses, outputs, gradients = mapped(parts[self._rank], lambda tensor: tensor.to(device))
-        return Pass(losses, outputs, gradients, draws, Counter(drops), [], self._forwards[dtype])
+        return Pass(losses, outputs, gradients, draws, Counter(drops), [], forwards)
 
     # -- beside numbers --------------------------------------------------------------------------------------------
 
-    def compare_with(self, found: Pass) -> list[str]:
-        """Returns differences beside those of numbers, in words. Collective."""
+    def compare(self, plain: Pass, found: Pass) -> list[str]:
+        """Returns differences of the stages from the model beside those of numbers, in words. Collective."""
         forwards, drops = self._everyones_forwards(found), Counter[float]()
         for theirs in self._group.all_gather_object(dict(found.drops)):
             drops += Counter(theirs)
         differences = list(self._differences)
         differences += [
-            f"dropout: with p = {p:g} the stages drop {drops[p]} numbers of the batch, the model {self._drops[p]}; "
+            f"dropout: with p = {p:g} the stages drop {drops[p]} numbers of the batch, the model {plain.drops[p]}; "
             "compare the dropout and the training mode of their modules"
-            for p in sorted(drops.keys() | self._drops.keys())
-            if drops[p] != self._drops[p]
+            for p in sorted(drops.keys() | plain.drops.keys())
+            if drops[p] != plain.drops[p]
         ]
         unlike = [
             f"precision: {name} ({truth.kind}) returns {truth.dtype} in the model, {stage.dtype} in its stage"
-            for name, truth in self._forwards[None].items()
+            for name, truth in plain.forwards.items()
             for stage in forwards.get(name, ())
             if stage.kind == truth.kind and stage.dtype != truth.dtype
         ]
@@ -162,14 +149,14 @@ class WholeModel:
                 found.setdefault(name, []).append(forward)
         return found
 
-    def first_difference(self, chain: Pass, dtype: torch.dtype | None, tolerance: float) -> str:
+    def first_difference(self, truth: Pass, chain: Pass, tolerance: float) -> str:
         """Returns, in words, the first module in the model's order whose result differs in the stages; "" if all agree.
         Collective."""
         found = self._everyones_forwards(chain)
-        for name, truth in self._forwards[dtype].items():
+        for name, wanted in truth.forwards.items():
             stages = found.get(name, [])
-            if name and stages and not any(stage.is_like(truth, tolerance) for stage in stages):
-                return f"{name} ({truth.kind}) is the first module that returns something else"
+            if name and stages and not any(stage.is_like(wanted, tolerance) for stage in stages):
+                return f"{name} ({wanted.kind}) is the first module that returns something else"
         return ""
 
 
@@ -191,9 +178,10 @@ class _Model:
         if isinstance(loss_fn, nn.Module):
             owners.append(("loss: ", "the loss", without_wrapper(loss_fn)))
         self._held = {held.name: held for held in named_tensors(owners)}
-        self._names: dict[int, list[str]] = {}  # by id of the tensor
+        self._names: dict[int, list[str]] = {}  # by id of the tensor, without constants
         for name, held in self._held.items():
-            self._names.setdefault(id(held.tensor), []).append(name)
+            if held.kind != "constant":
+                self._names.setdefault(id(held.tensor), []).append(name)
         self.values: list[dict[str, Tensor]] = []
         self.session: Any = None
         self._chosen: list[tuple[Tensor, Tensor]] = []  # the model's tensors, each with its value in the stages
@@ -224,7 +212,7 @@ class _Model:
                     others.append(f"{name} is {shape} in {place}, {tuple(own.tensor.shape)} in the model")
                 if kind == "parameter" and own.tensor.requires_grad != is_trained:
                     self._frozen.append(name)
-        left = [names[0] for key, names in self._names.items() if key not in found and not self._is_constant(names)]
+        left = [names[0] for key, names in self._names.items() if key not in found]
         problems = [("stages hold what the model lacks", lacking), ("the model has what no stage holds", left)]
         texts = _listed([*problems, ("shapes differ", others)])
         if not texts:
@@ -233,9 +221,6 @@ class _Model:
             f"verify(model=) compares by names, and {'; '.join(texts)}. Stages must have the model's names, as those "
             "of seq1f1b.split and pipeline_stage do"
         )
-
-    def _is_constant(self, names: Sequence[str]) -> bool:
-        return self._held[names[0]].kind == "constant"
 
     def _bytes(self, copies: int, itemsize: int | None) -> int:
         tensors = {id(held.tensor): held.tensor for held in self._held.values()}.values()
@@ -258,7 +243,7 @@ class _Model:
         for names in sorted(self._names.values(), key=lambda names: self._held[names[0]].kind != "parameter"):
             own = self._held[names[0]].tensor
             values = [(name, theirs[name]) for name in names for theirs in self.values if name in theirs]
-            if not values or self._is_constant(names):
+            if not values:
                 continue
             (name, value), *others = values
             apart += [other for other, theirs in others if not _are_equal(value, theirs)]
@@ -280,20 +265,10 @@ class _Model:
 
     def open(self, rules: Mapping[str, Any], arguments: StepArguments) -> None:
         """Creates the pipeline and its session."""
-        options = replace(
-            self._runner.options,
-            num_segments=1,
-            segment_sizes=None,
-            arg_rules=rules,
-            transport="auto",
-            memory=Memory(),
-            attention="any",
-        )
-        schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
-        group = LoopbackGroup(1)[0]
-        pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
-        build = partial(one_by_one, schedule, are_rows=True)
-        runner = Runner(pipeline, options, schedule, build, is_whole=True, tells=False)
+        options = self._runner.options
+        given = {field.name: getattr(options, field.name) for field in fields(options)}
+        given |= {"num_segments": 1, "segment_sizes": None, "arg_rules": rules, "transport": "auto", "attention": "any"}
+        runner = set_up(self.stage, "1f1b", {**given, "memory": Memory()}, LoopbackGroup(1)[0], above, is_whole=False)
         runner.divides = self._runner.divides
         self._trained = [p for _, p in runner.pipeline.named_parameters() if p.requires_grad]
         self.session = Session(runner, arguments)
@@ -350,21 +325,16 @@ class _TensorForm:
     shape: tuple[int, ...]
     dtype: str
 
-    def tensor(self, data: Tensor) -> Tensor:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return data.clone().view(dtype).view(self.shape)
-
 
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """Sends a value with tensors between two ranks. Returns it at the destination, on the CPU, else None. Collective.
 
     Raises:
-        ValueError: besides tensors, the value holds an object that ranks cannot exchange; raised on every rank.
+        TypeError: besides tensors, the value holds an object that ranks cannot exchange.
     """
     if source == destination:
         return value if group.rank == source else None
-    told, text, parts = None, "", list[Tensor]()
+    told, parts = None, list[Tensor]()
 
     def sent(tensor: Tensor) -> _TensorForm:
         parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
@@ -372,13 +342,7 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
 
     if group.rank == source:
         told = mapped(value, sent)
-        try:
-            pack(told)
-        except TypeError as error:
-            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
-    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
-    if text:
-        raise ValueError(text)
+    told, sizes = group.all_gather_object([told, list(map(len, parts))])[source]
     if group.rank == source:
         data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
         group.exchange(data, [destination], [], data)
@@ -386,7 +350,11 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
         return None
     place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
-    return mapped(told, lambda each: each.tensor(next(arrived)), _TensorForm)
+
+    def taken(form: _TensorForm) -> Tensor:
+        return next(arrived).clone().view(getattr(torch, form.dtype)).view(form.shape)
+
+    return mapped(told, taken, _TensorForm)
 
 
 def _joined(own: Any, theirs: Any) -> Any:

@@ -91,7 +91,7 @@ class Session:
                 stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
                 stack.enter_context(keep_state(pipeline.bare_modules(), dtype))
                 fill()
-                result = self._run(_variant(self._runner, whole), dtype, whole)
+                result = self._run(dtype, whole)
                 pipeline.group.all_gather_object(True)
             return result
         except BaseException as error:
@@ -119,8 +119,15 @@ class Session:
     def end(self) -> None:
         self._state.restore()
 
-    def _run(self, runner: Runner, dtype: torch.dtype | None, whole: bool) -> Pass:
-        given = self._arguments
+    def _run(self, dtype: torch.dtype | None, whole: bool) -> Pass:
+        given, runner = self._arguments, self._runner
+        options, schedule, build = replace(runner.options, attention="any"), runner.schedule, runner.build
+        if whole:
+            options = replace(options, num_segments=1, segment_sizes=None)
+            build = partial(one_by_one, schedule, are_rows=True)
+            schedule = one_by_one(schedule)
+        own = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)  # with its own memory
+        own.divides = runner.divides
 
         def prepared(tensor: Tensor) -> Tensor:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -137,11 +144,11 @@ class Session:
         runner.pipeline.group.all_gather_object(True)  # ranks in threads share generators: all are restored first
         forwards: dict[str, Forward] = {}
         with ComparableRun(dtype) as run, _noted(runner, forwards):
-            losses, outputs = runner.run(arguments)
+            losses, outputs = own.run(arguments)
         draws = not self._state.is_current()
         compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
         gradients = [None if t.grad is None else t.grad.detach().to_dense() for t in compared]
-        findings = [finding for stage in runner.stages.values() for finding in stage.findings.found]
+        findings = [finding for stage in own.stages.values() for finding in stage.findings.found]
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
         held = named_tensors(own_modules(runner))
@@ -176,18 +183,6 @@ def odd_kind(tensor: Tensor) -> str:
     if bool(tensor.isfinite().all()):
         return ""
     return "nan" if bool(tensor.isnan().any()) else "inf"
-
-
-def _variant(runner: Runner, whole: bool) -> Runner:
-    """Returns a second runner over the pipeline, with its own memory."""
-    options, schedule, build = replace(runner.options, attention="any"), runner.schedule, runner.build
-    if whole:
-        options = replace(options, num_segments=1, segment_sizes=None)
-        build = partial(one_by_one, schedule, are_rows=True)
-        schedule = one_by_one(schedule)
-    other = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)
-    other.divides = runner.divides
-    return other
 
 
 def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool = False, **others: Any) -> Schedule:

@@ -36,18 +36,12 @@ def __getattr__(name: str) -> Any:
     with needs_extra("transformers", *packages):
         for package in packages:  # an error inside transformers would not name the missing package
             import_module(package)
-        _check_versions(packages)
+        from transformers.utils.versions import require_version
+
+        with suppress(PackageNotFoundError):  # this package runs from its sources
+            for requirement in (wanted.partition(";")[0] for wanted in requires("seq1f1b") or ()):
+                if requirement.startswith(tuple(packages)):  # the modules here use private names of a tested release
+                    require_version(requirement, 'Run: pip install "seq1f1b[transformers]"')
         value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
-
-
-def _check_versions(packages: list[str]) -> None:
-    """Raises ImportError for an untested release of a package: the modules here use private names of transformers."""
-    from transformers.utils.versions import require_version
-
-    with suppress(PackageNotFoundError):  # this package runs from its sources
-        for wanted in requires("seq1f1b") or ():
-            requirement = wanted.partition(";")[0]
-            if requirement.startswith(tuple(packages)):
-                require_version(requirement, 'Run: pip install "seq1f1b[transformers]"')

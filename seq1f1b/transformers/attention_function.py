@@ -82,8 +82,9 @@ def attention(
         _refuse(what, "set use_cache=False, or generate with another attn_implementation")
     doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
     query = _with_temperature(module, query, doc_ids)
-    if chunk is not None:
-        doc_ids = _chunk_ids(query, doc_ids, chunk)
+    if chunk is not None:  # each document is cut into chunks from its first token on: a query sees one chunk only
+        first = positions(query, 2) - positions(query, 2, doc_ids=doc_ids) % chunk
+        doc_ids = first.expand(query.shape[0], -1)
     out = causal_attention(
         query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids,
         sinks=s_aux, alibi_slopes=alibi_slopes,
@@ -96,12 +97,6 @@ def no_mask(x: Tensor) -> Tensor:
     whose positions restart, for packed documents; and attention that slices the mask cannot slice None.
     """
     return torch.empty(x.shape[0], 1, 1, 0, dtype=torch.int32, device=x.device)
-
-
-def _chunk_ids(query: Tensor, doc_ids: Tensor | None, chunk: int) -> Tensor:
-    """Returns doc_ids that cut each document into chunks from the first token on: a query sees one chunk only."""
-    first = positions(query, 2) - positions(query, 2, doc_ids=doc_ids) % chunk
-    return first.expand(query.shape[0], -1)
 
 
 def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Tensor:
@@ -165,7 +160,9 @@ def _no_mask(
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
     if mask_function is bidirectional_mask_function:
         _refuse("a mask that is not causal", _OTHER)
-    if not allow_is_causal_skip and _is_compiled():  # transformers then assumes packed documents
+    # The second call also finds functions that run uncompiled after a graph break.
+    is_compiled = torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    if not allow_is_causal_skip and is_compiled:  # transformers then assumes packed documents
         _refuse("torch.compile around a whole model or stage", "compile each of its layers, by layer.compile()")
     if not allow_is_causal_skip and "indexed_attention" not in (getattr(config, "layer_types", None) or ()):
         what = "a mask of the model's own over the causal one, or position_ids of packed documents"
@@ -184,11 +181,6 @@ def _no_mask(
     placeholder = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
     record.masks.append((placeholder, Mask(window, chunk)))
     return placeholder
-
-
-def _is_compiled() -> bool:
-    """Returns whether the call is under torch.compile, including functions that run uncompiled after a graph break."""
-    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.partition import balanced
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time
 from seq1f1b.transformers.layers import (
@@ -26,6 +29,7 @@ from seq1f1b.transformers.look import (
     BORDER,
     ERRORS,
     HIDDEN,
+    PER_LAYER,
     TOKENS,
     WITHOUT_EFFECT,
     Mask,
@@ -37,26 +41,22 @@ from seq1f1b.transformers.look import (
     difference,
     recording,
     run_sample,
+    stores_keys,
+    takes_keys,
     tokens_of,
     with_remedy,
     without_head,
 )
 from seq1f1b.transformers.own import adapt
-from seq1f1b.transformers.parts import (
-    Shards,
-    find_tied,
-    make_part,
-    make_shards,
-    message_before,
-    message_of,
-    own_copies,
-)
 from seq1f1b.transformers.pretrained import open_folder
-from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit, Message
+from seq1f1b.transformers.stage import AbsentLayer, CausalLMStage, Entry, Exit, Message, NoEmbedding
 from seq1f1b.transformers.state import carry_states
-from seq1f1b.transformers.twins import shallow, twin
+from seq1f1b.transformers.twins import HiddenStates, put, shallow, stand_for, twin
 
 __all__ = ["pipeline_stage"]
+
+Tied = dict[str, tuple[nn.Parameter, list[int]]]  # first name -> parameter, stages that hold it
+Shards = tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None]
 
 
 def pipeline_stage(
@@ -111,7 +111,7 @@ def pipeline_stage(
         raise ValueError("dtype= and device= are for a folder: a model has both already")
     peft, adapted, base = sys.modules.get("peft"), None, model  # a peft model exists only after an import of peft
     if peft is not None and isinstance(model, peft.PeftModel):
-        check_adapters(model, num_ranks)
+        check_adapters(model)
         adapted, base = model, model.get_base_model()
     if not isinstance(base, transformers.PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, a PeftModel or a folder, got {type(base).__name__}")
@@ -151,7 +151,13 @@ def _cut(
 
     has_memory = not all(p.is_meta for p in model.parameters())
     elsewhere = {} if has_memory else {name: model.get_submodule(name) for name in left_out}
-    copies = own_copies(model, part, rank, tied)
+    here = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    every = list(model.named_parameters(remove_duplicate=False))
+    copies = {  # this rank's names of tied parameters, by the first name in the model
+        first: [name for name, p in every if p is tie and name in here]
+        for first, (tie, holders) in tied.items()
+        if rank in holders
+    }
     made = CausalLMStage(part, whole, (rank, num_ranks), (entry, exit), copies, shards, elsewhere)
     try:
         _compare_stage(whole, made, own)
@@ -172,7 +178,9 @@ def _counts(
     if seq_len < 1:
         raise ValueError(f"seq_len is {seq_len}, must be at least 1")
     if balance == "time":
-        work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.calls.values())), seq_len)
+        masks = [[m for m in pytree.tree_leaves(given) if isinstance(m, Mask)] for given in whole.calls.values()]
+        limits = [(own[0].window, own[0].chunk) if own else (None, None) for own in masks]
+        work, of_head = layer_work(whole.model, layers, limits, seq_len)
         return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # or all ranks share it
     if balance == "count":
         return [len(layers) // num_stages + (stage < len(layers) % num_stages) for stage in range(num_stages)]
@@ -183,11 +191,144 @@ def _counts(
     return balance
 
 
-def _limits(given: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Returns window and chunk of a layer's mask."""
-    masks = (value for value in pytree.tree_leaves(given) if isinstance(value, Mask))
-    mask = next(masks, Mask(None, None))
-    return mask.window, mask.chunk
+# -- a stage's part of the model ---------------------------------------------------------------------------------------
+
+
+def make_part(
+    whole: RecordedModel,
+    rank: int,
+    stage_of: Mapping[str, int],
+    tied: Tied,
+    shards: Shards,
+    ends: tuple[Entry | None, Exit | None],
+) -> tuple[Any, list[str]]:
+    """Returns a copy of the model with this rank's modules, and the names of the modules left to other stages."""
+    part, (embedding, head), (entry, exit) = shallow(whole.model), shards, ends
+    instead: dict[str, nn.Module] = {
+        name: NoEmbedding(entry) if name in whole.before else AbsentLayer()
+        for name, at in stage_of.items()
+        if at != rank
+    }
+    if embedding is not None and stage_of[embedding.name] == rank:
+        instead[embedding.name] = NoEmbedding(entry)
+    if head is not None and stage_of[head.name] == rank:
+        instead[head.name] = HiddenStates(head.linear.weight.dtype)
+    own = {name: copy.deepcopy(whole.model.get_submodule(name)) for name in whole.kept}  # small: rotary embeddings
+    copied = {id(p): p for p, holders in tied.values() if rank in holders[1:]}  # the first stage keeps the original
+    memo: dict[int, Any] = {id(p): p for p in whole.model.parameters()}  # one for all modules, so that ties survive
+    memo |= {key: carried(p) for key, p in copied.items()}
+    for name in [name for name in stage_of if name not in instead]:
+        module = whole.model.get_submodule(name)
+        is_copied = any(id(p) in copied for p in module.parameters())
+        own[name] = copy.deepcopy(module, memo) if is_copied else module
+    places: dict[str, nn.Module] = {}
+    if exit is not None:
+        places[f"{whole.path}.{exit.message.first}"] = exit
+    if entry is not None:
+        places[f"{whole.path}.{entry.message.first - 1}"] = entry
+    put(part, {**instead, **own, **places}, copied=set())
+    for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
+        if isinstance(stand_in, (AbsentLayer, Entry, Exit, NoEmbedding)):
+            stand_for(layer, stand_in, whole.outputs)
+    return part, list(instead)
+
+
+# -- what stages hand on -----------------------------------------------------------------------------------------------
+
+
+def message_before(whole: RecordedModel, first: int) -> Message:
+    """Returns the message to the stage that begins with layer ``first``."""
+    later = list(whole.layers)[first:]
+    hidden = whole.calls[first][HIDDEN]
+    dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
+    if hidden.dim() > 3 and len(dims) != 1:
+        what = f"hidden states of shape {tuple(hidden.shape)}, which are not streams of (1, {TOKENS}, hidden)"
+        raise ValueError(f"{cannot(whole.model)}: layer {first} gets {what}; train it whole")
+    given = [whole.calls[i] for i in range(first, len(whole.layers))]
+    values = [value for its in given for name, value in its.items() if name != HIDDEN and isinstance(value, Tensor)]
+    stored = {kind for layer in list(whole.layers)[:first] for kind in stores_keys(layer)}
+    return Message(
+        first,
+        dims[0] if hidden.dim() > 3 else None,
+        any(whole.embedded is not None and torch.equal(value, whole.embedded) for value in values),
+        any(isinstance(its.get(PER_LAYER), Tensor) for its in given),
+        tuple(sorted(stored & {kind for layer in later for kind in takes_keys(layer)})),
+    )
+
+
+def message_of(message: Message, whole: RecordedModel) -> Any:
+    """Returns the message's tensors for the sample, from the run of the whole model."""
+    exit = Exit(message)
+    exit.hidden, exit.embedded, exit.shared = whole.calls[message.first][HIDDEN], whole.embedded, whole.shared
+    if message.per_layer:
+        exit.per_layer = torch.stack([given[PER_LAYER] for given in whole.calls.values()], 2)
+    return exit.take()
+
+
+# -- parameters of several stages --------------------------------------------------------------------------------------
+
+
+def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
+    """Returns the parameters held by several stages: first name -> parameter and stages."""
+    holders: dict[int, set[int]] = {}
+    places: dict[Any, tuple[str, int, Tensor]] = {}
+    for name, stage in stage_of.items():
+        for own, parameter in model.get_submodule(name).named_parameters():
+            holders.setdefault(id(parameter), set()).add(stage)
+            place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel())
+            other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
+            if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
+                what = f"{other} and {name}.{own} are two parameters in one memory"
+                what = f"{what}, which stages {its} and {stage} do not share; make them one parameter"
+                raise ValueError(f"{what}, or set ensure_weight_tying=False in the config of their adapters")
+    tied = {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
+    for name, (parameter, _) in tied.items():
+        check_hooks(name, parameter)
+    return tied
+
+
+def make_shards(
+    model: Any, rank: int, num_ranks: int, sides: Container[str]
+) -> tuple[VocabularyParallelEmbedding, VocabularyParallelHead]:
+    """Returns this rank's rows of embedding and head. Raises ValueError if a shard could not replace a module."""
+    names = {module: name for name, module in model.named_modules()}
+    given: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    for module, kind in zip(given, (nn.Embedding, nn.Linear), strict=True):
+        name = names[module]
+        what = ""
+        if type(module) is not kind:
+            what = f"{name!r} is a {type(module).__name__}, not a plain nn.{kind.__name__}"
+        elif any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
+            what = f"{name!r} has options of nn.Embedding that a shard does not take"
+        elif name not in sides:
+            what = f"{name!r} is a part of a module that does more"
+        if what:
+            owner = type(model).__name__
+            raise ValueError(f'the vocabulary of {owner} cannot be spread over ranks: {what}; use vocabulary="ends"')
+    first, last = given
+    vocab, hidden = last.weight.shape
+    embedding = VocabularyParallelEmbedding(
+        *first.weight.shape, rank=rank, num_ranks=num_ranks, name=names[first], padding_idx=first.padding_idx,
+        dtype=first.weight.dtype, device=first.weight.device,
+    )  # fmt: skip
+    head = VocabularyParallelHead(
+        hidden, vocab, rank=rank, num_ranks=num_ranks, name=names[last], bias=last.bias is not None,
+        dtype=last.weight.dtype, device=last.weight.device,
+    )  # fmt: skip
+    if not first.weight.is_meta:
+        embedding.load_whole(first.weight)
+        head.load_whole(last.weight, last.bias)
+    for shard, module in ((embedding, first), (head, last)):
+        for name, parameter in shard.layer.named_parameters():
+            whole = module.get_parameter(name)
+            if num_hooks(whole):
+                what = f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary do not call"
+                raise ValueError(f'{what}: remove it, or use vocabulary="ends"')
+            parameter.requires_grad_(whole.requires_grad)
+            carry_attributes(whole, parameter)
+    if last.weight is first.weight:
+        head.linear.weight = embedding.layer.get_parameter("weight")
+    return embedding, head
 
 
 # -- a stage beside the whole model ------------------------------------------------------------------------------------

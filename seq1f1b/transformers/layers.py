@@ -21,7 +21,7 @@ _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # peft types wi
 _ROTATIONS = ("dynamic", "longrope")  # types whose angles depend on the length of the input
 
 
-def check_adapters(model: Any, num_ranks: int) -> None:
+def check_adapters(model: Any) -> None:
     """Raises ValueError unless each adapter lies inside one layer and depends on nothing outside."""
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -29,11 +29,6 @@ def check_adapters(model: Any, num_ranks: int) -> None:
             raise ValueError(f"adapter {name!r} is of type {kind}, must lie in single layers: {', '.join(_ADAPTERS)}")
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
-        if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
-            raise ValueError(
-                f"adapter {name!r} has ensure_weight_tying=True: two parameters in one memory, which two stages do not "
-                "share; leave embedding or head out of target_modules, or set it to False"
-            )
 
 
 def check_config(model: transformers.PreTrainedModel) -> None:

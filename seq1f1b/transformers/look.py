@@ -294,23 +294,20 @@ def difference(whole: Any, parts: Sequence[Any]) -> str:
     flat = [pytree.tree_flatten(part) for part in parts]
     if any(other != spec for _, other in flat):
         return f"of the form {flat[0][1]}, there {spec}"
-    found = (_difference_of_leaves(want, [values[i] for values, _ in flat]) for i, want in enumerate(leaves))
-    return next(filter(None, found), "")
-
-
-def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
-    if not isinstance(want, Tensor) or not all(isinstance(part, Tensor) for part in parts):
-        is_same = all(type(part) is type(want) and part == want for part in parts)
-        return "" if is_same else f"{list(parts)!r}, there {want!r}"
-    shapes, lengths = [part.shape for part in parts], (BORDER, TOKENS - BORDER)
-    of_segments = [[(*want.shape[:d], n, *want.shape[d + 1 :]) for n in lengths] for d in range(want.dim())]
-    dims = [d for d, those in enumerate(of_segments) if shapes == those and want.shape[d] == TOKENS]
-    for found in [torch.cat(list(parts), dims[0])] if dims else parts:
+    for want, *found in zip(leaves, *(values for values, _ in flat), strict=True):
+        if not all(isinstance(value, Tensor) for value in (want, *found)):
+            if any(type(part) is not type(want) or part != want for part in found):
+                return f"{found!r}, there {want!r}"
+            continue
+        shapes, lengths = [part.shape for part in found], (BORDER, TOKENS - BORDER)
+        of_segments = [[(*want.shape[:d], n, *want.shape[d + 1 :]) for n in lengths] for d in range(want.dim())]
+        dims = [d for d, those in enumerate(of_segments) if shapes == those and want.shape[d] == TOKENS]
         # Rounding may depend on the shape; a real error is larger.
         bound = torch.finfo(want.dtype).eps ** 0.5 if want.is_floating_point() or want.is_complex() else 0.0
         scale = float(want.abs().nan_to_num(posinf=0).max()) if bound and want.numel() else 0.0
         try:
-            torch.testing.assert_close(found, want, rtol=0, atol=bound * scale, equal_nan=True)
+            for part in [torch.cat(found, dims[0])] if dims else found:
+                torch.testing.assert_close(part, want, rtol=0, atol=bound * scale, equal_nan=True)
         except AssertionError as error:
             return " ".join(str(error).split())
     return ""
@@ -337,10 +334,9 @@ def _look_at_attentions(layer: nn.Module, index: int, record: Record, args: Any,
         with suppress(EndOfRun):
             if attentions:
                 twin(layer, instead)(*args, **kwargs)
-    except ERRORS as error:
-        raise ValueError(f"layer {index}: it does not run alone: {type(error).__name__}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"layer {index}: {error}") from error
+    except (ValueError, *ERRORS) as error:
+        why = "" if isinstance(error, ValueError) else f"it does not run alone: {type(error).__name__}: "
+        raise ValueError(f"layer {index}: {why}{error}") from error
     finally:
         record.looked_at = None
     for attention in attentions:

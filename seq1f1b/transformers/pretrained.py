@@ -81,8 +81,8 @@ def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
 def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
     stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
-    others = [module for module in engine.modules() if not isinstance(module, CausalLMStage)]
-    if any(not any(module in (stage.head, stage.embedding) for stage in stages) for module in others):
+    shards = [shard for stage in stages for shard in stage.shards]
+    if any(module not in (*stages, *shards) for module in engine.modules()):
         raise TypeError(f"{caller} takes an engine whose stages pipeline_stage made")
     return stages
 

@@ -140,20 +140,13 @@ class CausalLMStage(nn.Module):
             stores: Any = (module._parameters, module._buffers)
             for tensors in stores:
                 for old in tensors.values():
-                    if old is not None and old not in made:
-                        made[old] = _with_memory(old, device)
+                    if old is None or old in made:
+                        continue
+                    is_parameter = isinstance(old, nn.Parameter)
+                    new = torch.empty_like(old, device=device) if old.is_meta or is_parameter else old.to(device)
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
                 tensors.update({name: made[old] for name, old in tensors.items() if old is not None})
         return [new for old, new in made.items() if old.is_meta or isinstance(old, nn.Parameter)]
-
-    def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
-        assert self.head is not None
-        stand_in: Any = self.get_submodule(self.head.name)
-        hidden: Tensor = stand_in.hidden
-        stand_in.hidden = None
-        if logits is not hidden:
-            what = f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap)"
-            raise ValueError(f'{what}, which a shard of the vocabulary does not: use vocabulary="ends"')
-        return hidden
 
     def train(self, mode: bool = True) -> CausalLMStage:
         """Sets the training mode; raises ValueError for a model with attention dropout or layerdrop."""
@@ -206,7 +199,7 @@ class CausalLMStage(nn.Module):
         is_tokens, x = entry is None and self.embedding is None, given[0]
         if entry is not None:
             entry.given = given
-            x = entry.embedded
+            x = given[-message.others if message.embedded else 0]  # hidden states have the embedding's shape
         if exit is not None and exit.message.embedded:
             if is_tokens:
                 is_tokens, x = False, self.causal_lm.get_input_embeddings()(x)
@@ -221,7 +214,12 @@ class CausalLMStage(nn.Module):
             del arguments["position_ids"]
         if exit is None:
             out: Any = self.causal_lm(**arguments, return_dict=True).logits
-            out = out if self.head is None else self._hidden_in_place_of(out)
+            if self.head is not None:
+                stand_in: Any = self.get_submodule(self.head.name)
+                hidden, stand_in.hidden = stand_in.hidden, None
+                if out is not hidden:
+                    what = f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap)"
+                    raise ValueError(f'{what}, which a shard of the vocabulary does not: use vocabulary="ends"')
         else:
             self.get_submodule(self._decoder)(**{**self._options, **arguments})
             out = exit.take()
@@ -302,11 +300,6 @@ class Entry(nn.Module):
         self.message = message
 
     @property
-    def embedded(self) -> Tensor:
-        """The embedding's output if handed on, else the hidden states, which have equal shape."""
-        return self.given[len(self.given) - self.message.others if self.message.embedded else 0]
-
-    @property
     def per_layer(self) -> Tensor:
         """The inputs of all layers, zeros for layers of earlier stages."""
         return F.pad(self.given[-1 - 2 * len(self.message.shared)], (0, 0, self.message.first, 0))
@@ -347,9 +340,3 @@ class Exit(nn.Module):
     def forward(self, hidden_states: Any = None, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
         self.hidden, self.shared = hidden_states, shared_kv_states
         return as_layer(self, hidden_states)
-
-
-def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

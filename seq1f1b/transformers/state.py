@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from itertools import count, pairwise
 from types import FunctionType
@@ -120,27 +119,19 @@ def _key(layer_idx: int, state_idx: int, kind: int) -> int:
 
 # -- packed documents --------------------------------------------------------------------------------------------------
 
-_of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()
-"""First tokens of documents in a unit, by row. A layer may be computed again in the unit's backward."""
-
 
 def note_documents(position_ids: Tensor) -> None:
     """Makes mixers of the running unit reset the state at tokens of position 0."""
     unit: Any = current()
     if unit is None:
         raise ValueError("outside a step, layers with state do not know their doc_ids: use a PipelineEngine")
-    _of_units[unit] = [row.nonzero().flatten().tolist() for row in position_ids == 0]
-
-
-def _unpacked(value: Any) -> Any:
-    """Returns an argument of a mixer, or None for document ids, which are for attention alone."""
-    return None if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 4 else value
+    unit.starts = [row.nonzero().flatten().tolist() for row in position_ids == 0]
 
 
 def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
     """Returns slices of the unit's rows, each with slices of documents and whether each document begins there."""
-    unit: Any = current()
-    starts = [[]] if unit is None else _of_units.get(unit, [[]])  # each row continues one document
+    unit = current()
+    starts = [[]] if unit is None else unit.starts  # [[]]: each row continues one document
     alike = all(row == starts[0] for row in starts)
     found = []
     for i, row in enumerate(starts[:1] if alike else starts):
@@ -189,7 +180,10 @@ class _Carrying(nn.Module):
         mine: Any = type(self)
         kind, signature, cache = _library_s(mine)
         given = signature.bind(self, *args, **kwargs)
-        arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
+        arguments = dict(given.arguments)
+        for name, value in given.arguments.items():
+            if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 4:
+                arguments[name] = None  # document ids, which are for attention alone
         if arguments.get(cache) is not None:
             return kind.forward(self, *args, **kwargs)
         batch, length = list(arguments.values())[1].shape[:2]

@@ -126,7 +126,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         """Returns this process's stage of a whole model, and makes the engine."""
         self._whole_parameters = model.num_parameters(exclude_embeddings=True)
         options = dict(self._pipeline)
-        cut = {name: options.pop(name) for name in _CUT if name in options}
+        cut = {name: options.pop(name) for name in ("balance", "seq_len") if name in options}
         replicas = self._replicas
         if hasattr(self, "engine"):
             self.engine.close()
@@ -304,7 +304,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         """
         folder = None
         if resume_from_checkpoint is True:
-            folder = _newest_checkpoint(self.args.output_dir)
+            saved = sort_checkpoints(self.args.output_dir)
+            finished = [each for each in saved if os.path.isfile(os.path.join(each, "trainer_state.json"))]
+            if not finished:  # of a checkpoint, that file is written last
+                raise ValueError(f"{self.args.output_dir} holds no finished checkpoint to resume from")
+            folder = str(finished[-1])
         elif resume_from_checkpoint:
             folder = os.fspath(resume_from_checkpoint)
         if len(set(map(str, self._replicas.all_gather_object(folder)))) > 1:
@@ -352,14 +356,6 @@ def _become_one_process(args: transformers.TrainingArguments) -> None:
     args.accelerator_config.dispatch_batches = False
 
 
-def _newest_checkpoint(folder: str) -> str:
-    """Returns the newest checkpoint with ``trainer_state.json``, the file written last."""
-    for checkpoint in reversed(sort_checkpoints(folder)):
-        if os.path.isfile(os.path.join(checkpoint, "trainer_state.json")):
-            return str(checkpoint)
-    raise ValueError(f"{folder} holds no finished checkpoint to resume from")
-
-
 def _end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -367,9 +363,6 @@ def _end_process_group() -> None:
 
 # -- what a pipeline does not support ----------------------------------------------------------------------------------
 
-
-_CUT = ("balance", "seq_len")
-"""Options of pipeline_stage."""
 
 _REMEDIES = {
     **dict.fromkeys(("deepspeed", "fsdp"), "the pipeline shards the model by layers"),

@@ -37,15 +37,9 @@ class Replicas:
         self.index, self.place = divmod(self.rank, self.num_ranks // count)
         self.pipeline = self._copies = None
         if count > 1:
-            length = self.num_ranks // count
-            self.pipeline = self._join([list(range(i * length, (i + 1) * length)) for i in range(count)])
-            # The ranks that hold the same stage.
-            self._copies = self._join([list(range(place, self.num_ranks, length)) for place in range(length)])
-
-    def _join(self, groups: list[list[int]]) -> Any:
-        """Makes all groups, as torch requires of every process; returns the group of this process."""
-        made = [dist.new_group(ranks) for ranks in groups]
-        return next(group for group, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+            ranks = torch.arange(self.num_ranks, device="cpu").view(count, -1)  # by pipeline and stage
+            self.pipeline, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+            self._copies, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all processes, by rank. Collective; a peer's value is never executed, only data."""
@@ -55,13 +49,13 @@ class Replicas:
         """Returns the values of the processes that hold this stage, by replica."""
         if self.count == 1:
             return [value]
-        own = torch.tensor(list(pack(value)), dtype=torch.uint8, device=self._device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.count)]
-        dist.all_gather(lengths, torch.tensor([len(own)], device=self._device), group=self._copies)
-        most = int(max(lengths))
-        parts = [own.new_zeros(most) for _ in range(self.count)]
-        dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]), group=self._copies)
-        return [unpack(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
+        packed = pack(value)  # as JSON, which may end in spaces
+        most = torch.tensor(len(packed), device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._copies)
+        own = torch.tensor(list(packed.ljust(int(most))), dtype=torch.uint8, device=self._device)
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        dist.all_gather(parts, own, group=self._copies)
+        return [unpack(bytes(part.tolist())) for part in parts]
 
     def make_alike(self, stage: nn.Module) -> None:
         """Copies the first replica's weights to all replicas."""
@@ -96,13 +90,9 @@ class Replicas:
         """Returns all replicas' rows on every process. One rank of each pipeline gives a tensor, the others None."""
         described = self.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
         parts = []
-        for source, what in enumerate(described):
-            if what is None:
-                continue
-            dtype, shape = what
-            part = tensor if source == self.rank else None
-            if part is None:
-                part = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)
+        for source, (dtype, shape) in ((rank, what) for rank, what in enumerate(described) if what is not None):
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            part: Any = tensor if source == self.rank else torch.empty(shape, dtype=kind, device=self._device)
             if self.num_ranks > 1:
                 dist.broadcast(part, source)
             parts.append(part)

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import PipelineEngine
-from seq1f1b.checks.by_values import Look
+from seq1f1b.checks.first_look import Look
 from seq1f1b.testing import run_ranks
 
 SEGMENTS = 4
