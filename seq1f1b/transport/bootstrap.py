@@ -83,6 +83,8 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
         wishes, names, tokens, allowed = zip(*meeting.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
+        if transport == "c10d":
+            return StoreRank(meeting, {}, min(allowed), None)
         unmet: list[dict[int, str]] = meeting.gather(handshake.dial(names, tokens))
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
@@ -95,14 +97,9 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
     finally:
         handshake.close()
     arena_bytes = min(allowed)  # either end maps an edge
-    one_host = not any(unmet)
-    if one_host and transport != "c10d":
+    if not any(unmet):
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
         return ProcessRank(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block)
-    if transport == "c10d":
-        for connection in connections.values():
-            connection.close()
-        connections = {}
     host = {rank, *connections}
     # All ranks of a host meet the same ranks, unless a connection was refused; memory is not shared then.
     is_whole = all(

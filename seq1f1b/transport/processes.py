@@ -124,11 +124,7 @@ class ProcessRank(RankGroup):
         except OSError as error:
             raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
         *found, size = _ARENA.unpack(data)
-        if found != [*edge]:
-            raise _C.PipelineError(
-                f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
-                "all ranks must open their edges in one order"
-            )
+        assert found == [*edge], f"{text}: rank {peer_rank} opened edge {found}; all ranks open edges in one order"
         return _C.arena_end(self.group, mapping(handed, size), connection.fileno(), peer_rank, is_receiver, text)
 
     # -- gradients of tied parameters
