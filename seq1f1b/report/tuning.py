@@ -66,8 +66,8 @@ class Choice(NamedTuple):
 
 
 Figures: TypeAlias = "tuple[Any, ...]"
-"""One rank's figures of a step: tokens; in timed steps also seconds; in probes also :func:`unit_figures`, the bytes per
-live token of each stage, and the free bytes of the device."""
+"""One rank's figures of a step: tokens; in timed steps also seconds; in probes also the units' seconds by pass, stage
+and segment, the median of the micro-batches; the bytes per live token of each stage; the free bytes of the device."""
 
 Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 """Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
@@ -177,9 +177,12 @@ class Tuner:
         if self._reads == "seconds":  # in timed steps alone, because reading a GPU's time waits
             return record.length, record.step_seconds(self._group.rank)
         if self._reads == "units":
-            report = self._report()
+            report, alike = self._report(), defaultdict[tuple[str, int, int], list[float]](list)
+            for (kind, stage, _, segment), seconds in report._shared_seconds.items():
+                alike[kind, stage, segment].append(seconds)
+            units = [(*key, median(seconds)) for key, seconds in alike.items()]
             of_token = [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
-            return record.length, unit_figures(report), of_token, free_bytes(self._device)
+            return record.length, units, of_token, free_bytes(self._device)
         return (record.length,)
 
     def _take(self, choice: Choice | None) -> None:
@@ -330,14 +333,6 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
         return partition_sequence(length, choice.num_segments, strategy="profiled", costs=costs)
 
     return cut
-
-
-def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
-    """Returns seconds of the rank's units by pass, stage and segment, the median of the micro-batches."""
-    alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (kind, stage, _, segment), seconds in report._shared_seconds.items():
-        alike[kind, stage, segment].append(seconds)
-    return [(*key, median(seconds)) for key, seconds in alike.items()]
 
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:

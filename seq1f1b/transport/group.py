@@ -66,17 +66,11 @@ class RankGroup(OfOneProcess, ABC):
 
     # -- limits, progress, failure
 
-    def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
-        """Sets the longest silence of a peer, and the time to spin before sleeping.
-
-        Args:
-            spin_us: microseconds; None: 20, or 0 if the ranks of the host have more threads than the host has cores.
-        """
-        if spin_us is None:
-            crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
-            spin_us = 0.0 if crowded else 20.0
+    def set_limits(self, timeout_s: float) -> None:
+        """Sets the longest silence of a peer. A rank spins before sleeping if the host has a core for each thread."""
+        crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
         self.timeout_s = timeout_s
-        _C.group_set_limits(self.group, timeout_s, spin_us)
+        _C.group_set_limits(self.group, timeout_s, 0.0 if crowded else 20.0)  # microseconds
 
     def fail(self, text: str) -> None:
         """Ends the rank's current or next step on every rank, in the rank's name. The first failure wins."""

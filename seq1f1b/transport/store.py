@@ -88,19 +88,15 @@ class StoreRank(ProcessRank):
             self._turns += 1
             if self._turns % (4 * max(1, self.size // 16)) == 0:
                 self._exchange_progress()
-        except Exception as error:
-            self._lose_store(error)
+        except Exception as error:  # the store is lost
+            if self._closing:
+                raise
+            try:  # without the store, only the neighbours of a dead rank know its number
+                self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
+            except queue.Empty:
+                self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
+                self.fail(self._lost)
             raise
-
-    def _lose_store(self, error: BaseException) -> None:
-        """Ends the step after the loss of the store."""
-        if self._closing:
-            return
-        try:  # without the store, only the neighbours of a dead rank know its number
-            self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
-        except queue.Empty:
-            self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
-            self.fail(self._lost)
 
     def _publish_progress(self) -> None:
         what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
@@ -374,7 +370,7 @@ class StoreRank(ProcessRank):
         """Leaves the pipeline. Rank 0 waits a while for all ranks, because the store may end with its process."""
         if self._closing:
             return
-        failed = _C.group_failure(self.group) is not None
+        failed = self.has_failed
         with contextlib.suppress(RuntimeError):  # without the store no rank says farewell
             if self._begins is None and self._agree_whether_it_begins("no"):
                 for lifeline in self._lifelines.values():
@@ -385,7 +381,7 @@ class StoreRank(ProcessRank):
         super().close()
 
     def _say_farewell(self) -> None:
-        failed = _C.group_failure(self.group) is not None
+        failed = self.has_failed
         self._begun[self.rank] = self.step + 1  # this step never ends, so a rank in it must not wait
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
