@@ -161,7 +161,6 @@ class _Ranks:
     def __init__(self, context: Any) -> None:
         self._context = context
         self.processes: list[Any] = []
-        self._outputs: list[tuple[int, str, Connection]] = []
         self._printers: list[threading.Thread] = []
 
     def start(self, rank: int, *arguments: Any) -> None:
@@ -171,14 +170,13 @@ class _Ranks:
         process.start()
         for stream, (reader, writer) in pipes.items():
             writer.close()
-            self._outputs.append((rank, stream, reader))
+            self._printers.append(threading.Thread(target=_print_lines, args=(rank, stream, reader), daemon=True))
         self.processes.append(process)
 
     def print(self) -> None:
         """Begins to print the ranks' output. No rank may start afterwards: a fork would inherit the threads' locks."""
-        for output in self._outputs:
-            self._printers.append(threading.Thread(target=_print_lines, args=output, daemon=True))
-            self._printers[-1].start()
+        for printer in self._printers:
+            printer.start()
 
     def exit_code(self, rank: int) -> int | None:
         """Returns a rank's exit code, None if running. Kills the processes left behind by a killed rank."""
@@ -213,7 +211,7 @@ class _Ranks:
         for process in self.processes:
             process.join()
         end = time.monotonic() + 1.0  # a process left by a rank may hold a pipe for ever
-        for printer in self._printers:
+        for printer in filter(threading.Thread.is_alive, self._printers):
             printer.join(max(0.0, end - time.monotonic()))
 
 
