@@ -16,7 +16,7 @@ from seq1f1b.engine.runner import Runner
 from seq1f1b.placement import common_device
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup, meeting_of, resolve_group
+from seq1f1b.transport import RankGroup, connect, meeting_of
 from seq1f1b.transport.agreement import Agreement, Disagreement
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ def set_up(
         device = common_device(modules)
         check_launch(group)
         waits = {"timeout": options.limits.step, "arrival_timeout": options.limits.longest}
-        joined = resolve_group(group, options.transport, meeting=meeting, **waits)
+        joined = connect(group, options.transport, meeting=meeting, **waits)
         joined.set_limits(options.limits.step)
 
         order = plain_schedule(source, joined.size, len(modules), options, device)
