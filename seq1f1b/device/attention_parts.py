@@ -22,6 +22,7 @@ from torch import Tensor
 from seq1f1b.device import kernel_library, proofs
 from seq1f1b.device.kernel_library import Operation
 from seq1f1b.device.proofs import Use, apart, memory_of, numbers
+from seq1f1b.placement import stream_of
 
 __all__: list[str] = []
 
@@ -138,7 +139,7 @@ def _launch(operation: Operation, work: Work) -> bool:
     )  # fmt: skip
     with torch.cuda.device(index):
         try:
-            operation.launch(arguments, kernel_library.stream_of(index))
+            operation.launch(arguments, stream_of(index))
         except ValueError:
             return False
     return True

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seq1f1b.placement import stream_of
+
 __all__: list[str] = []
 
 LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
@@ -178,11 +180,6 @@ def _warn(why: str) -> None:
         f"kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
         stacklevel=2,
     )
-
-
-def stream_of(index: int) -> int:
-    """Returns the address of the current stream of a CUDA device; 0 for the CPU's index -1."""
-    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
 
 
 def launch_attention(

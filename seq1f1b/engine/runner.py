@@ -31,7 +31,7 @@ from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.splitting import sequence_length
 from seq1f1b.engine.stage import Stage
 from seq1f1b.engine.step import Step, StepRecord
-from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
+from seq1f1b.placement import in_ranges, step_on, stream_of, through_host
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport.agreement import Disagreement
 from seq1f1b.transport.edges import place_views
@@ -290,7 +290,7 @@ class Runner:
             pipeline.device_edges.begin_step()
             run, views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
-            _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
+            _C.device_begin_step(pipeline.gpu, stream_of(pipeline.device.index))
             run = through_host(run, pipeline.device, pipeline.gpu)
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.most_away)
