@@ -322,11 +322,6 @@ class StoreRank(ProcessRank):
     def _gather_keys(self, turn: int) -> list[str]:
         return [f"gather/{self.epoch}/{turn}/{rank}" for rank in range(self.size)]
 
-    def _delete_gathers(self) -> None:
-        """Deletes the gathers of the last round: no rank could delete them before."""
-        for key in ("begins", *(self._gather_keys(self._round - 1) if self._round else ())):
-            self._store.delete(key)
-
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
 
@@ -393,8 +388,9 @@ class StoreRank(ProcessRank):
 
         def is_over() -> bool:
             have_closed = len(self._find_closed()) == self.size - 1
-            if have_closed:
-                self._delete_gathers()
+            if have_closed:  # no rank could delete these before
+                for key in ("begins", *(self._gather_keys(self._round - 1) if self._round else ())):
+                    self._store.delete(key)
             return have_closed
 
         with contextlib.suppress(RuntimeError):
