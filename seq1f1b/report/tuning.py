@@ -145,12 +145,11 @@ class Tuner:
 
     def evaluate(self, length: int) -> Setting:
         """Returns the setting for evaluation: the last training step's, or the first if ``length`` is too short."""
-        if torch.are_deterministic_algorithms_enabled():
-            return self.first
         return self._fitting(self._ran, length)
 
     def _fitting(self, setting: Setting, length: int) -> Setting:
-        return setting if length >= setting.options.num_segments else self.first
+        is_fit = length >= setting.options.num_segments and not torch.are_deterministic_algorithms_enabled()
+        return setting if is_fit else self.first
 
     def _advance(self, measured: list[Figures]) -> None:
         length = measured[0][0]
