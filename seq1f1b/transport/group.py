@@ -82,7 +82,7 @@ class RankGroup(OfOneProcess, ABC):
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
         if what == "close()":
             text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
-        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0], 0)
+        _C.group_fail(self.group, rank, text, what, edge, 0)
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
