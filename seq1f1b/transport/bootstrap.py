@@ -89,9 +89,9 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
         wishes, names, tokens, allowed = zip(*meeting.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
+        unmet: list[dict[int, str]] = meeting.gather({} if transport == "c10d" else handshake.dial(names, tokens))
         if transport == "c10d":
             return StoreRank(meeting, {}, min(allowed), None)
-        unmet: list[dict[int, str]] = meeting.gather(handshake.dial(names, tokens))
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
                 raise ValueError(
