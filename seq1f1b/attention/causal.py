@@ -286,8 +286,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-    if slopes is None and docs is None and sinks is None:
-        return
     _check_more(batch, heads, tokens, slopes, docs, sinks)
 
 

@@ -99,7 +99,7 @@ class Tuner:
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # length and setting at the end of a search
         self._ran = first
-        self._walk = self._begin()
+        self._begin()
 
     @property
     def text(self) -> str:
@@ -114,13 +114,12 @@ class Tuner:
         """Whether steps run the found order."""
         return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
 
-    def _begin(self) -> Walk:
+    def _begin(self) -> None:
         self._told, self._started, self._reads = "", self._stamp, ""
         self._length = self._others = 0
         self._settings.clear()
-        walk = self._search()
-        self._take(next(walk))
-        return walk
+        self._walk: Walk = self._search()
+        self._take(next(self._walk))
 
     def next(self, record: StepRecord | None, length: int) -> Setting:
         """Returns the setting of the next training step. Collective.
@@ -136,7 +135,7 @@ class Tuner:
         measured = [figures for *_, figures in everyones if figures is not None]
         if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
             self._stamp = 1 + max(stamp for stamp, *_ in everyones)
-            self._walk = self._begin()
+            self._begin()
         elif len(measured) == len(everyones) and self._ran is self.setting:
             self._stamp += 1
             self._advance(measured)
@@ -156,7 +155,7 @@ class Tuner:
         is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
         self._others = 0 if is_alike else self._others + 1
         if self._others == PATIENCE:
-            self._walk = self._begin()
+            self._begin()
         elif is_alike:
             self._length = self._length or length
             self._take(self._walk.send(measured))
