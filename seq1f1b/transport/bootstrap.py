@@ -105,7 +105,7 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
     arena_bytes = min(allowed)  # either end maps an edge
     if not any(unmet):
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
-        return ProcessRank(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block)
+        return ProcessRank(meeting, connections, arena_bytes, block)
     host = {rank, *connections}
     # All ranks of a host meet the same ranks, unless a connection was refused; memory is not shared then.
     is_whole = all(

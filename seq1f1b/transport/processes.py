@@ -22,6 +22,7 @@ from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, mapping, receive
 from seq1f1b.transport.edges import Edge
 from seq1f1b.transport.group import RankGroup
+from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
@@ -84,7 +85,7 @@ class ProcessRank(RankGroup):
     """A rank in a process of a torch process group. All peers are on one host, except in a subclass.
 
     Args:
-        generation: the pipeline's number, unique in the process group.
+        meeting: the ranks' meeting; its attempt is the pipeline's number, unique in the process group.
         connections: sockets to the ranks of the host, by rank.
         block: shared memory of all ranks.
         spoiled: memory of all ranks of the host, if not in the block; marks steps with worthless messages.
@@ -92,18 +93,16 @@ class ProcessRank(RankGroup):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        process_group: Any,
-        generation: int,
+        meeting: Meeting,
         connections: dict[int, socket.socket],
         arena_bytes: int,
         block: object,
         spoiled: object | None = None,
     ) -> None:
+        rank, size = meeting.rank, meeting.size
         group = _C.group_create(block, size, rank, spoiled)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
-        self.process_group, self._generation, self._connections = process_group, generation, connections
+        self.process_group, self._generation, self._connections = meeting.process_group, meeting.attempt, connections
         for peer, connection in connections.items():
             self.hangup_fds[peer] = connection.fileno()
         _open_groups.add(self)

@@ -55,8 +55,7 @@ class StoreRank(ProcessRank):
         spoiled: object | None,
     ) -> None:
         rank, size = meeting.rank, meeting.size
-        block = private_mapping(_C.group_block_bytes(size))
-        super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
+        super().__init__(meeting, connections, arena_bytes, private_mapping(_C.group_block_bytes(size)), spoiled)
         self._store = meeting.store.part(f"{self._generation}")
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # shared by the relays
