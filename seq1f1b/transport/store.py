@@ -58,7 +58,7 @@ class StoreRank(ProcessRank):
         super().__init__(meeting, connections, arena_bytes, private_mapping(_C.group_block_bytes(size)), spoiled)
         self._store = meeting.store.part(f"{self._generation}")
         self._relays: dict[Edge, C10dRelay] = {}
-        self._beginner: Worker | None = None  # shared by the relays
+        self._beginner = Worker("seq1f1b transfers", failed=lambda error: self.fail(first_line(error)))
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
         self._passed = Failure(rank, "", "", "", 0)  # no peer can meet this rank in the failure's step or before
@@ -334,9 +334,6 @@ class StoreRank(ProcessRank):
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self.process_group, peer_rank, tag, broken)
         tag = first_tag + _tag_of(edge)
-        self._beginner = self._beginner or Worker(
-            "seq1f1b transfers", failed=lambda error: self.fail(first_line(error))
-        )
         relay = C10dRelay(self, self.process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
         self._relays[edge] = relay
         return relay.end
@@ -403,5 +400,4 @@ class StoreRank(ProcessRank):
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
-        if self._beginner is not None:
-            self._beginner.close()
+        self._beginner.close()
