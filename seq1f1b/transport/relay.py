@@ -50,7 +50,6 @@ class C10dRelay:
     def __init__(
         self,
         group: RankGroup,
-        process_group: Any,
         peer: int,
         tag: int,
         is_receiver: bool,
@@ -58,7 +57,7 @@ class C10dRelay:
         beginner: Worker,
         broken: Callable[[str, str], None],
     ) -> None:
-        self._group, self._process_group, self._tag = group, process_group, tag
+        self._group, self._process_group, self._tag = group, group.process_group, tag
         self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._beginner = beginner

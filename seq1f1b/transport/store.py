@@ -334,9 +334,8 @@ class StoreRank(ProcessRank):
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self.process_group, peer_rank, tag, broken)
         tag = first_tag + _tag_of(edge)
-        relay = C10dRelay(self, self.process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
-        self._relays[edge] = relay
-        return relay.end
+        self._relays[edge] = C10dRelay(self, peer_rank, tag, is_receiver, text, self._beginner, broken)
+        return self._relays[edge].end
 
     def begin(self) -> None:
         super().begin()
