@@ -28,6 +28,7 @@ from seq1f1b.transport.workers import FOREVER, Worker, first_line
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
 
 
+@atexit.register
 def _close_at_exit() -> None:
     """Closes all groups before the interpreter ends."""
     # Ranks then stop waiting for this one, and threads inside torch end with the process.
@@ -58,9 +59,6 @@ def _is_running_gloo(task: str) -> bool:
         name, _, state = file.read().partition(") ")
         return name.endswith("(pt_gloo_runloop") and not state.startswith("S")
     return False
-
-
-atexit.register(_close_at_exit)
 
 
 def _forget_sockets_after_fork() -> None:

@@ -187,20 +187,16 @@ class StoreRank(ProcessRank):
             for relay in self._relays.values():
                 relay.flush()
                 relay.settle()
-            self._hear_of_spoiled()
+            deadline = time.monotonic() + self.timeout_s
+            while _C.group_is_spoiled(self.group):  # a rank of this host has failed in this step, and its GPU went on
+                self.check()
+                if time.monotonic() > deadline:
+                    self.fail("a rank of this host has failed in this step, and has not told why")
+                time.sleep(0.001)
         super().end_step(failed)
         self._worker.put(self._publish_progress)
         if failed and self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(4 * _WATCH_PERIOD)
-
-    def _hear_of_spoiled(self) -> None:
-        """Waits for the failure of a rank of this host in this step, if the failed rank's GPU went on."""
-        deadline = time.monotonic() + self.timeout_s
-        while _C.group_is_spoiled(self.group):
-            self.check()
-            if time.monotonic() > deadline:
-                self.fail("a rank of this host has failed in this step, and has not told why")
-            time.sleep(0.001)
 
     def _leave(self) -> Failure:
         failure = super()._leave()
