@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"
 from common import header, spawn
 from core_extension import core
 
-from seq1f1b import transport
+from seq1f1b import _C, transport
 from seq1f1b.transport.edges import place_tensor
 
 SPIN_US = 1e6
@@ -34,7 +34,7 @@ class Ours:
 
     def __init__(self, rank: int) -> None:
         self.group = transport.connect(None, "shm")
-        self.group.set_limits(60.0, SPIN_US)
+        _C.group_set_limits(self.group.group, 60.0, SPIN_US)
         text = "benchmark"
         ends = [self.group.edge_end((s, 1 - s), 1 - rank, s != rank, text) for s in (0, 1)]
         self.out, self.back = ends[rank], ends[1 - rank]

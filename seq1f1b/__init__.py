@@ -76,36 +76,25 @@ __all__ = [
 ]
 __version__ = "1.0.0rc3"
 
-# Public name -> module that defines it and imports torch.
-_NEEDS_TORCH: dict[str, str] = {
-    "Limits": "seq1f1b.engine.options",
-    "LoopbackGroup": "seq1f1b.transport",
-    "Loss": "seq1f1b.engine.options",
-    "Memory": "seq1f1b.engine.options",
-    "PipelineEngine": "seq1f1b.engine.engine",
-    "PipelineState": "seq1f1b.adapters.checkpoint",
-    "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
-    "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
-    "SegmentWarning": "seq1f1b.engine.findings",
-    "Verification": "seq1f1b.checks.verify",
-    "VocabularyParallelEmbedding": "seq1f1b.engine.vocabulary",
-    "VocabularyParallelHead": "seq1f1b.engine.vocabulary",
-    "add_loss": "seq1f1b.attention.carry",
-    "carry_in": "seq1f1b.attention.carry",
-    "carry_out": "seq1f1b.attention.carry",
-    "causal_attention": "seq1f1b.attention.causal",
-    "document_starts": "seq1f1b.attention.packing",
-    "init_process_group": "seq1f1b.transport",
-    "launch": "seq1f1b.launcher",
-    "layer_handle": "seq1f1b.attention.causal",
-    "pack_documents": "seq1f1b.attention.packing",
-    "positions": "seq1f1b.attention.causal",
-    "shift_labels": "seq1f1b.engine.weighting",
-    "split": "seq1f1b.adapters.chain",
-    "token_offset": "seq1f1b.attention.causal",
-    "ulysses_attention": "seq1f1b.attention.ulysses",
-    "verify_stage": "seq1f1b.checks.verify",
+# Modules that import torch, and the public names of each.
+_MODULES = {
+    "adapters.chain": ("split",),
+    "adapters.checkpoint": ("PipelineState",),
+    "adapters.pipelining": ("ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"),
+    "attention.carry": ("add_loss", "carry_in", "carry_out"),
+    "attention.causal": ("causal_attention", "layer_handle", "positions", "token_offset"),
+    "attention.packing": ("document_starts", "pack_documents"),
+    "attention.ulysses": ("ulysses_attention",),
+    "checks.verify": ("Verification", "verify_stage"),
+    "engine.engine": ("PipelineEngine",),
+    "engine.findings": ("SegmentWarning",),
+    "engine.options": ("Limits", "Loss", "Memory"),
+    "engine.vocabulary": ("VocabularyParallelEmbedding", "VocabularyParallelHead"),
+    "engine.weighting": ("shift_labels",),
+    "launcher": ("launch",),
+    "transport": ("LoopbackGroup", "init_process_group"),
 }
+_NEEDS_TORCH = {name: f"seq1f1b.{module}" for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

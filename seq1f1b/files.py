@@ -14,17 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "check_names",
-    "is_number",
-    "json_fields",
-    "keep_mode",
-    "load",
-    "nearest_name",
-    "parse_json",
-    "read",
-    "write_whole",
-]
+__all__: list[str] = []
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import re
 import secrets
 import signal
 import socket
@@ -18,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # has no types
 from types import FrameType
 from typing import Any
@@ -88,6 +87,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
             for rank in range(num_ranks):
                 ranks.start(rank, call, variables, folder, backend, threads, os.getpid())
             open(f"{folder}/{_ALL}", "wb").close()
+            ranks.print()
             return _results(ranks, folder)
         except KeyboardInterrupt:
             ranks.signal(signal.SIGINT)
@@ -161,7 +161,7 @@ class _Ranks:
     def __init__(self, context: Any) -> None:
         self._context = context
         self.processes: list[Any] = []
-        self._printed: dict[Connection, _Lines] = {}
+        self._printers: list[threading.Thread] = []
 
     def start(self, rank: int, *arguments: Any) -> None:
         pipes = {stream: self._context.Pipe(duplex=False) for stream in ("stdout", "stderr")}
@@ -170,17 +170,13 @@ class _Ranks:
         process.start()
         for stream, (reader, writer) in pipes.items():
             writer.close()
-            self._printed[reader] = _Lines(rank, stream)
+            self._printers.append(threading.Thread(target=_print_lines, args=(rank, stream, reader), daemon=True))
         self.processes.append(process)
 
-    def print_some(self, seconds: float) -> None:
-        for pipe in wait(list(self._printed), seconds):
-            assert isinstance(pipe, Connection)
-            data = os.read(pipe.fileno(), 1 << 16)
-            self._printed[pipe].add(data)
-            if not data:
-                self._printed.pop(pipe).end()
-                pipe.close()
+    def print(self) -> None:
+        """Begins to print the ranks' output. No rank may start afterwards: a fork would inherit the threads' locks."""
+        for printer in self._printers:
+            printer.start()
 
     def exit_code(self, rank: int) -> int | None:
         """Returns a rank's exit code, None if running. Kills the processes left behind by a killed rank."""
@@ -196,7 +192,7 @@ class _Ranks:
     def watch(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and None in [self.exit_code(rank) for rank in range(len(self.processes))]:
-            self.print_some(_LOOK_S)
+            time.sleep(_LOOK_S)
 
     def signal(self, number: int) -> None:
         """Sends a signal to all running ranks and to their children. A rank leads a new session once started."""
@@ -214,33 +210,18 @@ class _Ranks:
             self.watch(_GRACE_S)
         for process in self.processes:
             process.join()
-        while self._printed and wait(list(self._printed), 0):  # a process left by a rank may hold the pipe for ever
-            self.print_some(0)
-        for pipe, lines in self._printed.items():
-            lines.end()
-            pipe.close()
-        self._printed.clear()
+        end = time.monotonic() + 1.0  # a process left by a rank may hold a pipe for ever
+        for printer in filter(threading.Thread.is_alive, self._printers):
+            printer.join(max(0.0, end - time.monotonic()))
 
 
-class _Lines:
-    """The output of one rank, printed line by line."""
-
-    def __init__(self, rank: int, stream: str) -> None:
-        self._mark, self._stream, self._rest = f"[rank {rank}] ", stream, b""
-
-    def add(self, data: bytes) -> None:
-        *lines, self._rest = re.split(rb"(?<=[\r\n])(?<!\r(?=\n))", self._rest + data)
-        self._print(lines)
-
-    def end(self) -> None:
-        self._print([self._rest + b"\n"] if self._rest else [])
-        self._rest = b""
-
-    def _print(self, lines: list[bytes]) -> None:
-        stream = getattr(sys, self._stream)
-        if lines and stream is not None:
-            stream.write("".join(self._mark + line.decode(errors="replace") for line in lines))
-            stream.flush()
+def _print_lines(rank: int, name: str, pipe: Connection) -> None:
+    """Prints the output of a rank. A rank that prints more after an error here gets an error."""
+    with pipe, open(pipe.fileno(), encoding="utf-8", errors="replace", newline="", closefd=False) as lines:
+        for line in lines:
+            if (stream := getattr(sys, name)) is not None:
+                stream.write(f"[rank {rank}] {line}" + "\n" * (line[-1] not in "\r\n"))
+                stream.flush()
 
 
 def _results(ranks: _Ranks, folder: str) -> list[Any]:
@@ -250,7 +231,7 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
     waiting, give_up = set(range(len(ranks.processes))), float("inf")
     while waiting and time.monotonic() < give_up:
         looked = time.monotonic()
-        ranks.print_some(_LOOK_S)
+        time.sleep(_LOOK_S)
         # Exit codes before results: a rank may write the result and end between the two reads.
         codes = {rank: ranks.exit_code(rank) for rank in waiting}
         for rank, code in codes.items():

@@ -53,9 +53,9 @@ def free_bytes(device: torch.device) -> int:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
 
 
-def compute_stream(device: torch.device) -> int:
-    """Returns the CUstream on which units compute."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def stream_of(index: int) -> int:
+    """Returns the CUstream on which work on a CUDA device runs now; 0 for the CPU's index -1."""
+    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
 
 
 def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:

@@ -27,18 +27,9 @@ Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
 
 
 _TIERS = {
-    "folder": (
-        "cpu",
-        "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), "
-        "which moves it to pinned host memory",
-    ),
-    "host": (
-        "cuda",
-        "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
-        "a directory on a fast disk",
-    ),
+    "folder": ("cpu", "a file takes what stages on the CPU save", "seq1f1b.HOST), pinned host memory"),
+    "host": ("cuda", "pinned host memory takes what stages on a GPU save", "FOLDER), a directory on a fast disk"),
 }
-"""The type of device of each tier, and the refusal of others."""
 
 
 def check(tier: str, option: str, device: object) -> None:
@@ -49,6 +40,6 @@ def check(tier: str, option: str, device: object) -> None:
         option: the user's option, for the error: ``"Memory.offload"``.
         device: the stages' device, a torch.device or its text.
     """
-    kind, refusal = _TIERS[tier]
+    kind, rule, remedy = _TIERS[tier]
     if str(device).partition(":")[0] != kind:
-        raise ValueError(f"{option}: {refusal.format(device=device)}")
+        raise ValueError(f"{option}: {rule}, and this one is on {device}: give Memory(offload={remedy}")

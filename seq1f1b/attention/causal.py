@@ -120,7 +120,9 @@ def causal_attention(
     options = (slopes, docs, extra, scale, window or 0, softcap or 0.0)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, extra))
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _check_tangents(q=q, k=k, v=v, sinks=extra)
+        for name, t in (("q", q), ("k", k), ("v", v), ("sinks", extra)):  # ops here would silently drop tangents
+            if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
+                raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
     if stepping if torch.compiler.is_compiling() else _in_segments():
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
         if records:
@@ -284,8 +286,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-    if slopes is None and docs is None and sinks is None:
-        return
     _check_more(batch, heads, tokens, slopes, docs, sinks)
 
 
@@ -315,13 +315,6 @@ def _check_tensors(needed: dict[str, Any], **optional: Any) -> None:
     for name, value in {**needed, **optional}.items():
         if not isinstance(value, Tensor) and (name in needed or value is not None):
             raise TypeError(f"{name} is {value!r:.80}, must be a tensor{'' if name in needed else ' or None'}")
-
-
-def _check_tangents(**inputs: Tensor) -> None:
-    """Raises for forward-mode differentiation: ops here have no forward-mode rule, and would silently drop tangents."""
-    for name, t in inputs.items():
-        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
-            raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
 
 
 def _ids(doc_ids: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b.device import kernel_library, kernel_tables, proofs
-from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.device import kernel_library, proofs
+from seq1f1b.device.kernel_library import Operation
 from seq1f1b.device.proofs import Use, apart, memory_of, numbers
+from seq1f1b.placement import stream_of
 
 __all__: list[str] = []
 
@@ -130,7 +131,7 @@ def _operation(of_k: Tensor, of_v: Tensor) -> Operation | None:
 def _launch(operation: Operation, work: Work) -> bool:
     """Launches on the current stream of the tensors' device; returns False if no kernel takes the tensors' layout."""
     first, index = work.parts[0], work.parts[0].get_device()
-    arguments = kernel_tables.PARTS.pack(
+    arguments = kernel_library.PARTS_ARGUMENTS.pack(
         WHATS.index(work.what), kernel_library.CODES[first.dtype], work.store, len(work.parts),
         *first.shape, work.parts[-1].shape[3],
         *_rows(work.parts, MOST_PARTS), *_rows(work.slabs, 2, work.begin), *_rows(work.outs, 2),
@@ -138,7 +139,7 @@ def _launch(operation: Operation, work: Work) -> bool:
     )  # fmt: skip
     with torch.cuda.device(index):
         try:
-            operation.launch(arguments, kernel_library.stream_of(index))
+            operation.launch(arguments, stream_of(index))
         except ValueError:
             return False
     return True

@@ -225,21 +225,10 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
     """
     name, options = _chosen("attention_forward", q, keys, values, options)
     out, lse = attention_ways.forward(name, q, keys, values, options)
-    if options.sinks.numel():
-        out, lse = _with_sinks(out, lse, options.sinks)
+    if options.sinks.numel():  # one more key for each row, with the sink as its logit and the value 0
+        sinks = options.sinks[:, None]
+        out, lse = out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
     return token_major(out, q.dtype), lse.contiguous()
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out and lse with one more key for each row, with the sink as its logit and the value 0."""
-    return out * torch.sigmoid(lse - sinks[:, None])[..., None], torch.logaddexp(lse, sinks[:, None])
-
-
-def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    if not sinks.numel():
-        return lse.new_empty(0)
-    delta = (dout.to(lse.dtype) * out).sum(-1)
-    return -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2))
 
 
 def _backward(
@@ -254,7 +243,11 @@ def _backward(
     name, options = _chosen("attention_backward", q, keys, values, options)
     given = BackwardArguments(dout, q, keys, values, out, lse, options, dk, dv)
     dq, own_dk, own_dv = attention_ways.backward(name, given)
-    return dq, own_dk, own_dv, _sink_gradients(dout, out, lse, options.sinks)
+    sinks, dsinks = options.sinks, lse.new_empty(0)
+    if sinks.numel():
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        dsinks = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2))
+    return dq, own_dk, own_dv, dsinks
 
 
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[str, Options]:

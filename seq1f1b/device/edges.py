@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
-from seq1f1b.placement import compute_stream, through_host
+from seq1f1b.placement import stream_of, through_host
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.edges import DTYPES, TRANSPORTS, Edge, place_views
 
@@ -190,7 +190,7 @@ class DeviceEdges:
         return dict(ends or controls)  # the caller drops its references before close() ends the edges
 
     def begin_step(self) -> None:
-        _C.device_begin_step(self.gpu, compute_stream(self.device))
+        _C.device_begin_step(self.gpu, stream_of(self.device.index))
 
     def close(self) -> None:
         """Closes all ends, together with all ranks that still can."""

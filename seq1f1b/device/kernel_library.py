@@ -1,22 +1,30 @@
-"""The library of the package's own CUDA kernels, and the launch of attention.
+"""The library of the package's own CUDA kernels, by ctypes, and the launch of attention.
 
 The kernels run on every GPU of Ampere or later, and each is checked at its first use (proofs.py).
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, uses them for every possible call, without the check;
 ``library`` uses none. The environment is read once, at the import of this module.
+
+The library links no CUDA driver: without a GPU it opens, its tables can be read, and every launch fails with CUDA's own
+text. The structs are defined in ``kernels/cuda``: kernel_table.h, attention_arguments.h and
+attention_parts_arguments.h.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import struct
 import warnings
+from collections.abc import Callable
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seq1f1b.device import kernel_tables
-from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.placement import stream_of
 
 __all__: list[str] = []
 
@@ -29,7 +37,67 @@ USES = {
 }
 OPERATIONS = tuple(USES)
 HEADS = (64, 128)  # head sizes of the kernels of attention
-CODES = {getattr(torch, name): code for code, name in kernel_tables.DTYPES.items()}
+CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in dtype.h
+
+ABI = 3  # S1F_CUDA_ABI
+INVALID_VALUE = 1  # the cudaError_t for arguments without a kernel
+
+ATTENTION_ARGUMENTS = struct.Struct("i6q 3P6q P3q P d q d Pq P3q P3q 2P3q i 2P3q Pq")  # s1f_cuda_attention
+PARTS_ARGUMENTS = struct.Struct(f"4i 5q {'P3q' * 12} 3P")  # s1f_attention_parts
+
+
+class Operation(NamedTuple):
+    """A launcher and its kernels.
+
+    Attributes:
+        scratch_bytes: returns the device memory needed by a launch with these arguments, in bytes; if the launch would
+            fail, minus the error.
+        call: launches, by arguments and stream; returns the error.
+        error_text: returns CUDA's text for an error.
+    """
+
+    name: str
+    compiler: str
+    architectures: str  # "sm_80 sm_90 compute_80"
+    scratch_bytes: Callable[[bytes], int]
+    call: Callable[[bytes, int], int]
+    error_text: Callable[[int], bytes]
+
+    def launch(self, arguments: bytes, stream: int) -> None:
+        """Raises ValueError if no kernel takes the arguments, and RuntimeError for every other failure of CUDA."""
+        self.check(self.call(arguments, stream))
+
+    def check(self, error: int) -> None:
+        if error:
+            kind = ValueError if error == INVALID_VALUE else RuntimeError
+            raise kind(f"CUDA error {error}: {self.error_text(error).decode()}")
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = [
+        ("abi", c_int32),
+        ("compiler", c_char_p), ("architectures", c_char_p),
+        ("scratch_bytes", ctypes.CFUNCTYPE(c_int64, c_char_p)),
+        ("launch", ctypes.CFUNCTYPE(c_int32, c_char_p, c_void_p)),
+        ("error_text", ctypes.CFUNCTYPE(c_char_p, c_int32)),
+    ]  # fmt: skip
+
+
+def find(path: Path, name: str) -> Operation:
+    """Returns an operation of the shared object, "attention_forward" for example.
+
+    Raises:
+        OSError: the object cannot be opened.
+        ValueError: the object lacks the operation, or was built for another version of the structs.
+    """
+    found = _Operation.in_dll(ctypes.CDLL(str(path)), f"s1f_cuda_{name}")
+    if found.abi != ABI:
+        raise ValueError(
+            f"{path} was built with version {found.abi} of its tables, this package needs {ABI}: install again, or set "
+            "SEQ1F1B_CUDA_KERNELS=library to do without these kernels"
+        )
+    compiler, architectures = found.compiler.decode(), found.architectures.decode()
+    return Operation(name, compiler, architectures, found.scratch_bytes, found.launch, found.error_text)
 
 
 def operations() -> dict[str, Operation]:
@@ -45,7 +113,7 @@ def operations() -> dict[str, Operation]:
 def _operations_of(path: Path) -> dict[str, Operation]:
     if not path.exists():
         return {}
-    return {name: kernel_tables.find(path, name) for name in OPERATIONS}
+    return {name: find(path, name) for name in OPERATIONS}
 
 
 preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
@@ -114,11 +182,6 @@ def _warn(why: str) -> None:
     )
 
 
-def stream_of(index: int) -> int:
-    """Returns the address of the current stream of a CUDA device; 0 for the CPU's index -1."""
-    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
-
-
 def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
@@ -139,7 +202,7 @@ def launch_attention(
     batch, heads, tokens, head_dim = q.shape
     docs, of_keys = docs if docs.stride(-1) == 1 else docs.contiguous(), _rows(k, v)
     pack = functools.partial(
-        kernel_tables.ATTENTION.pack, CODES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+        ATTENTION_ARGUMENTS.pack, CODES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
         q.data_ptr(), *of_keys[:2], *q.stride()[:3], *of_keys[2:], *_rows(out), lse.data_ptr(),
         scale, window, softcap,
         docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,

@@ -30,10 +30,10 @@ from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.stage import Feature, Stage
 from seq1f1b.engine.step import Step, StepRecord
-from seq1f1b.placement import common_device, compute_stream, in_ranges, step_on, through_host
+from seq1f1b.placement import common_device, in_ranges, step_on, stream_of, through_host
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup, meeting_of, resolve_group
+from seq1f1b.transport import RankGroup, connect, meeting_of
 from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.edges import place_views
 from seq1f1b.transport.failure import mark_as_told
@@ -293,7 +293,7 @@ class Runner:
             pipeline.device_edges.begin_step()
             run, views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
-            _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
+            _C.device_begin_step(pipeline.gpu, stream_of(pipeline.device.index))
             run = through_host(run, pipeline.device, pipeline.gpu)
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.most_away)
@@ -411,7 +411,7 @@ def set_up(
         device = common_device(modules)
         check_launch(group)
         waits = {"timeout": options.limits.step, "arrival_timeout": options.limits.longest}
-        joined = resolve_group(group, options.transport, meeting=meeting, **waits)
+        joined = connect(group, options.transport, meeting=meeting, **waits)
         joined.set_limits(options.limits.step)
 
         order = plain_schedule(source, joined.size, len(modules), options, device)

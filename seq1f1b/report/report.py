@@ -406,17 +406,13 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     def track(entries: Iterable[Any]) -> Track:
         return tuple((unit_of(unit), begin * 1e-9, end * 1e-9) for unit, begin, end in entries)
 
-    layers = Counter(stage for stage, _, _ in _C.kv_cache_layers(cache))
-    stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in order.stages)
+    layers = _C.kv_cache_layers(cache)  # stage, bytes per token of keys and values, and of their gradients
+    counts = Counter(stage for stage, _, _ in layers)
+    stages = {stage: _stage_report(runner, record, stage, counts[stage]) for stage in order.stages}
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     length = record.length  # tokens of the longest micro-batch
     if order.schedule.parents is not None:  # the most tokens of trees in a slot at once
         _, length = _C.schedule_assign_rows(order.schedule.handle, rank, array("q", record.sizes))
-    slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
-    planned = [  # slots times tokens times bytes per token, of each of the step's layers
-        (slots[stage][0] * length * of_token, slots[stage][1] * length * grads_of_token)
-        for stage, of_token, grads_of_token in _C.kv_cache_layers(cache)
-    ]
     return Report(
         rank=rank,
         step=record.number,
@@ -429,11 +425,11 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         wait=(spent["WAIT"] - filled) * 1e-9,
         send=spent["SEND"] * 1e-9,
         bubble=1.0 - busy / seconds if seconds > 0 else 0.0,
-        stages=stages,
+        stages=tuple(stages.values()),
         kv_bytes=kv_bytes,
-        planned_kv_bytes=sum(of_kv for of_kv, _ in planned),
+        planned_kv_bytes=length * sum(stages[i].planned_kv_slots * of_token for i, of_token, _ in layers),
         grad_bytes=grad_bytes,
-        planned_grad_bytes=sum(of_gradients for _, of_gradients in planned),
+        planned_grad_bytes=length * sum(stages[i].planned_grad_slots * of_token for i, _, of_token in layers),
         receive_places=sum(edge.num_places for edge in edges_of(order.program) if edge.destination_rank == rank),
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=track(entry for opcode, *entry in walked if opcode == _RUN),

@@ -66,8 +66,8 @@ class Choice(NamedTuple):
 
 
 Figures: TypeAlias = "tuple[Any, ...]"
-"""One rank's figures of a step: tokens; in timed steps also seconds; in probes also :func:`unit_figures`, the bytes per
-live token of each stage, and the free bytes of the device."""
+"""One rank's figures of a step: tokens; in timed steps also seconds; in probes also the units' seconds by pass, stage
+and segment, the median of the micro-batches; the bytes per live token of each stage; the free bytes of the device."""
 
 Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 """Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
@@ -99,7 +99,7 @@ class Tuner:
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # length and setting at the end of a search
         self._ran = first
-        self._walk = self._begin()
+        self._begin()
 
     @property
     def text(self) -> str:
@@ -114,13 +114,12 @@ class Tuner:
         """Whether steps run the found order."""
         return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
 
-    def _begin(self) -> Walk:
+    def _begin(self) -> None:
         self._told, self._started, self._reads = "", self._stamp, ""
         self._length = self._others = 0
         self._settings.clear()
-        walk = self._search()
-        self._take(next(walk))
-        return walk
+        self._walk: Walk = self._search()
+        self._take(next(self._walk))
 
     def next(self, record: StepRecord | None, length: int) -> Setting:
         """Returns the setting of the next training step. Collective.
@@ -136,7 +135,7 @@ class Tuner:
         measured = [figures for *_, figures in everyones if figures is not None]
         if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
             self._stamp = 1 + max(stamp for stamp, *_ in everyones)
-            self._walk = self._begin()
+            self._begin()
         elif len(measured) == len(everyones) and self._ran is self.setting:
             self._stamp += 1
             self._advance(measured)
@@ -145,19 +144,18 @@ class Tuner:
 
     def evaluate(self, length: int) -> Setting:
         """Returns the setting for evaluation: the last training step's, or the first if ``length`` is too short."""
-        if torch.are_deterministic_algorithms_enabled():
-            return self.first
         return self._fitting(self._ran, length)
 
     def _fitting(self, setting: Setting, length: int) -> Setting:
-        return setting if length >= setting.options.num_segments else self.first
+        is_fit = length >= setting.options.num_segments and not torch.are_deterministic_algorithms_enabled()
+        return setting if is_fit else self.first
 
     def _advance(self, measured: list[Figures]) -> None:
         length = measured[0][0]
         is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
         self._others = 0 if is_alike else self._others + 1
         if self._others == PATIENCE:
-            self._walk = self._begin()
+            self._begin()
         elif is_alike:
             self._length = self._length or length
             self._take(self._walk.send(measured))
@@ -177,9 +175,12 @@ class Tuner:
         if self._reads == "seconds":  # in timed steps alone, because reading a GPU's time waits
             return record.length, record.step_seconds(self._group.rank)
         if self._reads == "units":
-            report = self._report()
+            report, alike = self._report(), defaultdict[tuple[str, int, int], list[float]](list)
+            for (kind, stage, _, segment), seconds in report._shared_seconds.items():
+                alike[kind, stage, segment].append(seconds)
+            units = [(*key, median(seconds)) for key, seconds in alike.items()]
             of_token = [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
-            return record.length, unit_figures(report), of_token, free_bytes(self._device)
+            return record.length, units, of_token, free_bytes(self._device)
         return (record.length,)
 
     def _take(self, choice: Choice | None) -> None:
@@ -330,14 +331,6 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
         return partition_sequence(length, choice.num_segments, strategy="profiled", costs=costs)
 
     return cut
-
-
-def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
-    """Returns seconds of the rank's units by pass, stage and segment, the median of the micro-batches."""
-    alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (kind, stage, _, segment), seconds in report._shared_seconds.items():
-        alike[kind, stage, segment].append(seconds)
-    return [(*key, median(seconds)) for key, seconds in alike.items()]
 
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.engine.copies import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.engine.ties import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.partition import balanced
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time

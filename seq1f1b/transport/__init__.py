@@ -3,7 +3,7 @@
 Messages, waiting, progress and failures are C (``csrc/run/group.c``, ``csrc/run/arena.c``).
 """
 
-from seq1f1b.transport.bootstrap import connect, meeting_of, resolve_group
+from seq1f1b.transport.bootstrap import connect, meeting_of
 from seq1f1b.transport.edges import ARENA_BYTES, DTYPES
 from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.loopback import LoopbackGroup
@@ -17,5 +17,4 @@ __all__ = [
     "connect",
     "init_process_group",
     "meeting_of",
-    "resolve_group",
 ]

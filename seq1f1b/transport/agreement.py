@@ -49,9 +49,8 @@ class Agreement:
 
     def check(self) -> None:
         """Raises, on every rank, unless all ranks' arguments are equal. Collective."""
-        if self.checked_in != self._group.epoch:
-            found = self._group.all_gather_object((self._own, self._beside))
-            check_agreement([own for own, _ in found])
-            if self._check_beside is not None:
-                self._check_beside([beside for _, beside in found])
-            self.checked_in = self._group.epoch
+        found = self._group.all_gather_object((self._own, self._beside))
+        check_agreement([own for own, _ in found])
+        if self._check_beside is not None:
+            self._check_beside([beside for _, beside in found])
+        self.checked_in = self._group.epoch

@@ -25,18 +25,18 @@ from seq1f1b.transport.store import StoreRank
 
 
 def connect(
-    process_group: Any,
+    group: Any,
     transport: str = "auto",
     *,
     arrival_timeout: float = 1800.0,
     timeout: float = 120.0,
     meeting: Meeting | None = None,
 ) -> RankGroup:
-    """Joins the processes of a torch process group into a pipeline. Collective.
+    """Joins the processes of a torch process group into a pipeline, for an engine's ``group=``. Collective.
 
     Args:
-        process_group: torch's group; None: the default group. Used only for set-up and the gradients of tied
-            parameters, unless c10d carries edges.
+        group: torch's group, used only for set-up and the gradients of tied parameters, unless c10d carries edges; a
+            rank of a loopback, which is returned; None: the default group, without one a pipeline of one rank.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge within a host;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) use the transports of "auto". Equal on all ranks.
         arrival_timeout: seconds for all ranks to come. timeout: seconds for each later part.
@@ -45,29 +45,35 @@ def connect(
         ValueError: the transport is impossible here; raised on every rank.
         PipelineError: a rank failed or did not come.
     """
-    if meeting is None and (meeting := meeting_of(process_group)) is None:
+    if isinstance(group, RankGroup):
+        return group
+    if isinstance(group, LoopbackGroup):
+        raise TypeError("group= takes one rank of a LoopbackGroup: LoopbackGroup(P)[rank]")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
+    if meeting is None and (meeting := meeting_of(group)) is None:
         return LoopbackGroup(1)[0]
-    backends = dist.get_backend_config(process_group)
+    backends = dist.get_backend_config(group)
     if "cpu:" not in backends:
         raise ValueError(
             f"the pipeline's process group has no backend for CPU tensors ({backends}); messages of every device go "
             'through host memory: use init_process_group("cpu:gloo,cuda:nccl"), or name no backend'
         )
 
-    group = None
+    joined = None
     try:
         meeting.begin(arrival_timeout, timeout)
-        group = _connect(meeting, transport, timeout)
+        joined = _connect(meeting, transport, timeout)
         meeting.gather(None)  # every rank has a group now
-        return group
+        return joined
     except BaseException as error:
         if isinstance(error, (ConnectionError, _C.PipelineError)):  # gives the failed rank time to report the cause
             time.sleep(0.3)
         first = meeting.fail(error)
-        if group is not None:
-            group.fail(f"set-up ended: {type(error).__name__}: {error}")  # close() then waits for no rank
-            group.timeout_s = 0.5  # the store may be stopped
-            group.close()
+        if joined is not None:
+            joined.fail(f"set-up ended: {type(error).__name__}: {error}")  # close() then waits for no rank
+            joined.timeout_s = 0.5  # the store may be stopped
+            joined.close()
         if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps a result of the first error
             raise first from error
         raise
@@ -83,7 +89,9 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
         wishes, names, tokens, allowed = zip(*meeting.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
-        unmet: list[dict[int, str]] = meeting.gather(handshake.dial(names, tokens))
+        unmet: list[dict[int, str]] = meeting.gather({} if transport == "c10d" else handshake.dial(names, tokens))
+        if transport == "c10d":
+            return StoreRank(meeting, {}, min(allowed), None)
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
                 raise ValueError(
@@ -95,14 +103,9 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
     finally:
         handshake.close()
     arena_bytes = min(allowed)  # either end maps an edge
-    one_host = not any(unmet)
-    if one_host and transport != "c10d":
+    if not any(unmet):
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
-        return ProcessRank(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block)
-    if transport == "c10d":
-        for connection in connections.values():
-            connection.close()
-        connections = {}
+        return ProcessRank(meeting, connections, arena_bytes, block)
     host = {rank, *connections}
     # All ranks of a host meet the same ranks, unless a connection was refused; memory is not shared then.
     is_whole = all(
@@ -124,21 +127,6 @@ def meeting_of(group: Any) -> Meeting | None:
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the pipeline's process group")
     return Meeting(group) if dist.get_world_size(group) > 1 else None
-
-
-def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGroup:
-    """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1.
-
-    Args:
-        options: further arguments of :func:`connect`.
-    """
-    if isinstance(group, RankGroup):
-        return group
-    if isinstance(group, LoopbackGroup):
-        raise TypeError("group= takes one rank of a LoopbackGroup: LoopbackGroup(P)[rank]")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
-    return connect(group, transport, **options)
 
 
 # -- connections within a host ----------------------------------------------------------------------------------------

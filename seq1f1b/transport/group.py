@@ -53,12 +53,10 @@ class RankGroup(OfOneProcess, ABC):
         self.epoch = 0  # the step in which all ranks have met after a failure; equal on all ranks within a step
         self._round = 0
         self._has_entered = False
-        self._first_step = 0  # first step of the user's call; a call may have several steps
-        self._is_several = False
         self._acknowledged = False  # whether this rank's user has seen the standing failure
         self._own_text = ""  # text of this rank's own error
         self._met_failure: Failure | None = None  # the failure that prevented a meeting of all ranks
-        self.hangup_fds = [-1] * size  # by rank, a descriptor that signals the peer's death; -1: there is none
+        self.hangup_fds = array("i", [-1] * size)  # by rank, a descriptor that signals the peer's death; -1: none
         self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # by neighbour, the text of an edge, for errors
         self._peers: dict[Edge, int] = {}
@@ -66,17 +64,11 @@ class RankGroup(OfOneProcess, ABC):
 
     # -- limits, progress, failure
 
-    def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
-        """Sets the longest silence of a peer, and the time to spin before sleeping.
-
-        Args:
-            spin_us: microseconds; None: 20, or 0 if the ranks of the host have more threads than the host has cores.
-        """
-        if spin_us is None:
-            crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
-            spin_us = 0.0 if crowded else 20.0
+    def set_limits(self, timeout_s: float) -> None:
+        """Sets the longest silence of a peer. A rank spins before sleeping if the host has a core for each thread."""
+        crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
         self.timeout_s = timeout_s
-        _C.group_set_limits(self.group, timeout_s, spin_us)
+        _C.group_set_limits(self.group, timeout_s, 0.0 if crowded else 20.0)  # microseconds
 
     def fail(self, text: str) -> None:
         """Ends the rank's current or next step on every rank, in the rank's name. The first failure wins."""
@@ -90,7 +82,7 @@ class RankGroup(OfOneProcess, ABC):
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
         if what == "close()":
             text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
-        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0], 0)
+        _C.group_fail(self.group, rank, text, what, edge, 0)
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
@@ -124,7 +116,6 @@ class RankGroup(OfOneProcess, ABC):
         """
         self.step += 1
         self._has_entered = True
-        self._first_step = self._first_step if self._is_several else self.step
         _C.group_enter(self.group, self.step)
         if not self._acknowledged:
             _C.group_check(self.group)
@@ -175,7 +166,7 @@ class RankGroup(OfOneProcess, ABC):
         if self._own_text or failure is None:
             what, _, _ = _C.group_get_progress(self.group, self.rank)
             failure = Failure(self.rank, self._own_text or "left the step without a reason", what, "", self.step)
-        elif failure.step < self._first_step:
+        elif failure.step < self.step:
             late = f" (in step {failure.step}; rank {self.rank} heard of it in step {self.step})"
             failure = failure._replace(text=failure.text + late)
         failure = failure._replace(step=self.step)
@@ -190,7 +181,6 @@ class RankGroup(OfOneProcess, ABC):
     def give_up(self, reason: str) -> None:
         """Fails in place of the rank's next step; the step of all ranks ends with the reason."""
         self.step += 1
-        self._first_step = self.step
         _C.group_enter(self.group, self.step)
         self.fail(reason)
         self.end_step(failed=True)
@@ -224,7 +214,6 @@ class RankGroup(OfOneProcess, ABC):
         So ranks with errors in different steps of the call come to an equal step afterwards.
         """
         last = self.step + steps
-        self._first_step, self._is_several = self.step + 1, True
         try:
             self.begin_step()
             self.end_step(failed=False)
@@ -235,8 +224,6 @@ class RankGroup(OfOneProcess, ABC):
             self.fail_step(last)
             mark_as_told(error)
             raise
-        finally:
-            self._is_several = False
         assert self.step <= last, f"step {self.step} of a call that has those up to {last}"
         self.step = last
         _C.group_enter(self.group, last + 1)
@@ -279,9 +266,8 @@ class RankGroup(OfOneProcess, ABC):
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
-        fds = array("i", self.hangup_fds)
         try:
-            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
+            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, self.hangup_fds)
         except _C.PipelineError as error:
             passed = _C.group_passed(self.group, self.step) if recovering else None
             if passed is None:

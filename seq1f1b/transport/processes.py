@@ -22,11 +22,13 @@ from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, mapping, receive
 from seq1f1b.transport.edges import Edge
 from seq1f1b.transport.group import RankGroup
+from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
 
 
+@atexit.register
 def _close_at_exit() -> None:
     """Closes all groups before the interpreter ends."""
     # Ranks then stop waiting for this one, and threads inside torch end with the process.
@@ -59,9 +61,6 @@ def _is_running_gloo(task: str) -> bool:
     return False
 
 
-atexit.register(_close_at_exit)
-
-
 def _forget_sockets_after_fork() -> None:
     """Closes the sockets in a forked child, as a data loader's worker: open copies would hide the parent's death."""
     for group in _open_groups:
@@ -84,7 +83,7 @@ class ProcessRank(RankGroup):
     """A rank in a process of a torch process group. All peers are on one host, except in a subclass.
 
     Args:
-        generation: the pipeline's number, unique in the process group.
+        meeting: the ranks' meeting; its attempt is the pipeline's number, unique in the process group.
         connections: sockets to the ranks of the host, by rank.
         block: shared memory of all ranks.
         spoiled: memory of all ranks of the host, if not in the block; marks steps with worthless messages.
@@ -92,18 +91,16 @@ class ProcessRank(RankGroup):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        process_group: Any,
-        generation: int,
+        meeting: Meeting,
         connections: dict[int, socket.socket],
         arena_bytes: int,
         block: object,
         spoiled: object | None = None,
     ) -> None:
+        rank, size = meeting.rank, meeting.size
         group = _C.group_create(block, size, rank, spoiled)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
-        self.process_group, self._generation, self._connections = process_group, generation, connections
+        self.process_group, self._generation, self._connections = meeting.process_group, meeting.attempt, connections
         for peer, connection in connections.items():
             self.hangup_fds[peer] = connection.fileno()
         _open_groups.add(self)
@@ -124,11 +121,7 @@ class ProcessRank(RankGroup):
         except OSError as error:
             raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
         *found, size = _ARENA.unpack(data)
-        if found != [*edge]:
-            raise _C.PipelineError(
-                f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
-                "all ranks must open their edges in one order"
-            )
+        assert found == [*edge], f"{text}: rank {peer_rank} opened edge {found}; all ranks open edges in one order"
         return _C.arena_end(self.group, mapping(handed, size), connection.fileno(), peer_rank, is_receiver, text)
 
     # -- gradients of tied parameters

@@ -41,7 +41,7 @@ class C10dRelay:
     Args:
         tag: number of the edge; the end uses the tags from ``TAGS * tag`` on.
         beginner: thread for the begin of transfers, shared by all ends of a rank.
-        broken: gets the reason of a failed transfer, and the edge with the message; called from another thread.
+        broken: gets the reason of a failed transfer, and the edge; called from another thread.
     """
 
     TAGS = 4
@@ -50,7 +50,6 @@ class C10dRelay:
     def __init__(
         self,
         group: RankGroup,
-        process_group: Any,
         peer: int,
         tag: int,
         is_receiver: bool,
@@ -58,7 +57,7 @@ class C10dRelay:
         beginner: Worker,
         broken: Callable[[str, str], None],
     ) -> None:
-        self._group, self._process_group, self._tag = group, process_group, tag
+        self._group, self._process_group, self._tag = group, group.process_group, tag
         self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._beginner = beginner
@@ -103,11 +102,11 @@ class C10dRelay:
         self._step, self._known, self._most_payload, self._sizes = step, known, most_payload, {}
         self._of_last_step = [len(sizes) for sizes in self._started]
 
-    def _begin(self, begin: Callable[..., Callable[[], None]], sequence: int, *message: int) -> None:
+    def _begin(self, begin: Callable[..., Callable[[], None]], *message: int) -> None:
         try:
-            self._waiter.put(functools.partial(self._finish, sequence, begin(sequence, *message)))
+            self._waiter.put(begin(*message))
         except Exception as error:
-            self._lose(error, sequence)
+            self._lose(error)
 
     def _begin_receive(self, sequence: int, place: int) -> Callable[[], None]:
         known, expected = self._known, self._expected.get(sequence, 0)
@@ -164,16 +163,10 @@ class C10dRelay:
             return dist.irecv(data, group=self._process_group, group_src=self.peer, tag=tag)
         return dist.isend(data, group=self._process_group, group_dst=self.peer, tag=tag)
 
-    # in the waiter's thread
+    # in either thread
 
-    def _finish(self, sequence: int, finish: Callable[[], None]) -> None:
-        try:
-            finish()
-        except Exception as error:
-            self._lose(error, sequence)
-
-    def _lose(self, error: BaseException, sequence: int = -1) -> None:
-        self._broken(first_line(error), f"{self._text}, message {sequence}")
+    def _lose(self, error: BaseException) -> None:
+        self._broken(first_line(error), self._text)
 
     # after a step, and at the end
 

@@ -55,11 +55,10 @@ class StoreRank(ProcessRank):
         spoiled: object | None,
     ) -> None:
         rank, size = meeting.rank, meeting.size
-        block = private_mapping(_C.group_block_bytes(size))
-        super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
+        super().__init__(meeting, connections, arena_bytes, private_mapping(_C.group_block_bytes(size)), spoiled)
         self._store = meeting.store.part(f"{self._generation}")
         self._relays: dict[Edge, C10dRelay] = {}
-        self._beginner: Worker | None = None  # shared by the relays
+        self._beginner = Worker("seq1f1b transfers", failed=lambda error: self.fail(first_line(error)))
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
         self._passed = Failure(rank, "", "", "", 0)  # no peer can meet this rank in the failure's step or before
@@ -88,19 +87,15 @@ class StoreRank(ProcessRank):
             self._turns += 1
             if self._turns % (4 * max(1, self.size // 16)) == 0:
                 self._exchange_progress()
-        except Exception as error:
-            self._lose_store(error)
+        except Exception as error:  # the store is lost
+            if self._closing:
+                raise
+            try:  # without the store, only the neighbours of a dead rank know its number
+                self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
+            except queue.Empty:
+                self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
+                self.fail(self._lost)
             raise
-
-    def _lose_store(self, error: BaseException) -> None:
-        """Ends the step after the loss of the store."""
-        if self._closing:
-            return
-        try:  # without the store, only the neighbours of a dead rank know its number
-            self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
-        except queue.Empty:
-            self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
-            self.fail(self._lost)
 
     def _publish_progress(self) -> None:
         what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
@@ -192,20 +187,16 @@ class StoreRank(ProcessRank):
             for relay in self._relays.values():
                 relay.flush()
                 relay.settle()
-            self._hear_of_spoiled()
+            deadline = time.monotonic() + self.timeout_s
+            while _C.group_is_spoiled(self.group):  # a rank of this host has failed in this step, and its GPU went on
+                self.check()
+                if time.monotonic() > deadline:
+                    self.fail("a rank of this host has failed in this step, and has not told why")
+                time.sleep(0.001)
         super().end_step(failed)
         self._worker.put(self._publish_progress)
         if failed and self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(4 * _WATCH_PERIOD)
-
-    def _hear_of_spoiled(self) -> None:
-        """Waits for the failure of a rank of this host in this step, if the failed rank's GPU went on."""
-        deadline = time.monotonic() + self.timeout_s
-        while _C.group_is_spoiled(self.group):
-            self.check()
-            if time.monotonic() > deadline:
-                self.fail("a rank of this host has failed in this step, and has not told why")
-            time.sleep(0.001)
 
     def _leave(self) -> Failure:
         failure = super()._leave()
@@ -326,11 +317,6 @@ class StoreRank(ProcessRank):
     def _gather_keys(self, turn: int) -> list[str]:
         return [f"gather/{self.epoch}/{turn}/{rank}" for rank in range(self.size)]
 
-    def _delete_gathers(self) -> None:
-        """Deletes the gathers of the last round: no rank could delete them before."""
-        for key in ("begins", *(self._gather_keys(self._round - 1) if self._round else ())):
-            self._store.delete(key)
-
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
 
@@ -344,12 +330,8 @@ class StoreRank(ProcessRank):
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self.process_group, peer_rank, tag, broken)
         tag = first_tag + _tag_of(edge)
-        self._beginner = self._beginner or Worker(
-            "seq1f1b transfers", failed=lambda error: self.fail(first_line(error))
-        )
-        relay = C10dRelay(self, self.process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
-        self._relays[edge] = relay
-        return relay.end
+        self._relays[edge] = C10dRelay(self, peer_rank, tag, is_receiver, text, self._beginner, broken)
+        return self._relays[edge].end
 
     def begin(self) -> None:
         super().begin()
@@ -374,7 +356,7 @@ class StoreRank(ProcessRank):
         """Leaves the pipeline. Rank 0 waits a while for all ranks, because the store may end with its process."""
         if self._closing:
             return
-        failed = _C.group_failure(self.group) is not None
+        failed = self.has_failed
         with contextlib.suppress(RuntimeError):  # without the store no rank says farewell
             if self._begins is None and self._agree_whether_it_begins("no"):
                 for lifeline in self._lifelines.values():
@@ -385,7 +367,7 @@ class StoreRank(ProcessRank):
         super().close()
 
     def _say_farewell(self) -> None:
-        failed = _C.group_failure(self.group) is not None
+        failed = self.has_failed
         self._begun[self.rank] = self.step + 1  # this step never ends, so a rank in it must not wait
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
@@ -397,8 +379,9 @@ class StoreRank(ProcessRank):
 
         def is_over() -> bool:
             have_closed = len(self._find_closed()) == self.size - 1
-            if have_closed:
-                self._delete_gathers()
+            if have_closed:  # no rank could delete these before
+                for key in ("begins", *(self._gather_keys(self._round - 1) if self._round else ())):
+                    self._store.delete(key)
             return have_closed
 
         with contextlib.suppress(RuntimeError):
@@ -412,5 +395,4 @@ class StoreRank(ProcessRank):
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
-        if self._beginner is not None:
-            self._beginner.close()
+        self._beginner.close()

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables, proofs
-from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, proofs
+from seq1f1b.device.kernel_library import Operation
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("seq1f1b_setup", ROOT / "setup.py")
@@ -159,23 +159,23 @@ def test_a_launch_that_fails_has_cudas_words(library: dict[str, Operation]) -> N
     library[FOUND.name] = FOUND._replace(call=lambda arguments, stream: 35)
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
         launch()
-    library[FOUND.name] = FOUND._replace(scratch_bytes=lambda arguments: -kernel_tables.INVALID_VALUE)
+    library[FOUND.name] = FOUND._replace(scratch_bytes=lambda arguments: -kernel_library.INVALID_VALUE)
     with pytest.raises(ValueError, match="CUDA error 1: bad value"):
         launch()
 
 
 def test_libraries_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"none.so"):
-        kernel_tables.find(tmp_path / "none.so", "attention_forward")
+        kernel_library.find(tmp_path / "none.so", "attention_forward")
     with pytest.raises(ValueError, match=r"libc.so.6.* s1f_cuda_attention_forward"):
-        kernel_tables.find(Path("libc.so.6"), "attention_forward")
+        kernel_library.find(Path("libc.so.6"), "attention_forward")
     header = (ROOT / "kernels/cuda/kernel_table.h").read_text()
-    assert f"#define S1F_CUDA_ABI {kernel_tables.ABI} " in header
-    old = kernel_tables._Operation(abi=kernel_tables.ABI - 1)
-    monkeypatch.setattr(kernel_tables, "_Operation", SimpleNamespace(in_dll=lambda library, name: old))
-    words = f"version {kernel_tables.ABI - 1} of its tables, this package needs {kernel_tables.ABI}: install"
+    assert f"#define S1F_CUDA_ABI {kernel_library.ABI} " in header
+    old = kernel_library._Operation(abi=kernel_library.ABI - 1)
+    monkeypatch.setattr(kernel_library, "_Operation", SimpleNamespace(in_dll=lambda library, name: old))
+    words = f"version {kernel_library.ABI - 1} of its tables, this package needs {kernel_library.ABI}: install"
     with pytest.raises(ValueError, match=words):
-        kernel_tables.find(Path("libc.so.6"), "attention_forward")
+        kernel_library.find(Path("libc.so.6"), "attention_forward")
 
 
 # -- how it is built -------------------------------------------------------------------------------------------------

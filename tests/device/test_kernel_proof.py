@@ -18,8 +18,7 @@ from torch import Tensor
 
 from seq1f1b.device import attention_proof, attention_ways, cuda_attention, kernel_library, proofs
 from seq1f1b.device.attention_ways import BackwardArguments, Options, chain
-from seq1f1b.device.kernel_library import ATTENTION
-from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.device.kernel_library import ATTENTION, Operation
 
 FORWARD, BACKWARD = ATTENTION
 CPU = torch.device("cpu")

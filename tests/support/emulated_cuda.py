@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from seq1f1b.device import attention_parts, kernel_library
-from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.device.kernel_library import Operation
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too

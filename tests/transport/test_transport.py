@@ -525,11 +525,11 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="at least 1 rank"):
         LoopbackGroup(0)
     with pytest.raises(TypeError, match=r"LoopbackGroup\(P\)\[rank\]"):
-        transport.resolve_group(groups)
+        transport.connect(groups)
     with pytest.raises(TypeError, match="got str"):
-        transport.resolve_group("gloo")
-    assert transport.resolve_group(groups[1]) is groups[1]
-    assert transport.resolve_group(None).size == 1
+        transport.connect("gloo")
+    assert transport.connect(groups[1]) is groups[1]
+    assert transport.connect(None).size == 1
     with pytest.raises(ValueError, match="timeout must be above 0"):
         groups[0].set_limits(0.0)
     end = groups[0].edge_end((0, 1), 1, False, EDGE)
