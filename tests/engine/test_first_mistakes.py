@@ -146,7 +146,7 @@ def test_the_whole_model_on_every_rank_is_named(way):
 
 
 class Documents(nn.Linear):
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]  # takes more
         return super().forward(x)
 
 

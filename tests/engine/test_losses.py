@@ -321,8 +321,8 @@ def test_a_loss_that_runs_its_backward_is_not_called_again() -> None:
             super().__init__()
             self.body, self.head = body, head
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)  # type: ignore[no-any-return]
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x)
 
     first, last = make_model()
     head = last[-1]

@@ -41,6 +41,8 @@ from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, Outcome, Setup, serve
 from processes import PipedProcesses, context, shared_memory_names
 from traps import K, M, P
 
+from seq1f1b.table import table_text
+
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
 DEADLINE = 25.0  # of one command: who has not answered then never will
 ATTEMPTS = 8  # steps in which ranks must have met again
@@ -137,13 +139,13 @@ class Found:
     """Counts by kind and transport, and a line for each defect."""
 
     def __init__(self) -> None:
-        self.counts: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self.counts: defaultdict[tuple[str, str], Any] = defaultdict(Counter)  # of events, and of seconds
         self.lines: list[str] = []
         self._lock = threading.Lock()
 
     def add(self, column: str, fault: Fault | None, lane: tuple[str, str], count: float = 1) -> None:
         with self._lock:
-            self.counts[fault.kind if fault else "none", lane[0]][column] += count  # type: ignore[assignment]
+            self.counts[fault.kind if fault else "none", lane[0]][column] += count
 
     def defect(self, column: str, fault: Fault | None, lane: tuple[str, str], text: str) -> None:
         self.add(column, fault, lane)
@@ -157,11 +159,8 @@ class Found:
     def table(self) -> str:
         head = ["injected", "missed", *COLUMNS, "seconds"]
         rows = [*sorted(self.counts.items()), (("all", ""), self.total())]
-        lines = ["  ".join([f"{'kind':22}{'transport':9}", *head])]
-        for (kind, transport), counts in rows:
-            cells = (f"{round(counts[name]):{len(name)}}" for name in head)
-            lines.append("  ".join([f"{kind:22}{transport:9}", *cells]))
-        return "\n".join(lines)
+        cells = ([*key, *(f"{round(counts[name])}" for name in head)] for key, counts in rows)
+        return table_text([["kind", "transport", *head], *cells])
 
 
 class Hang(Exception):
@@ -264,7 +263,7 @@ class Lane:
         self.lane, self.faults, self.found, self.port, self.folder = lane, faults, found, port, folder
         self.groups = self.saves = 0
         self.fault: Fault | None = None
-        self.group: Group | None = None
+        self.group: Any = None  # a Group while there is one
         self.bare: dict[int, dict[str, Any]] = {}  # what ranks hold without an engine, and with one
         self.held: dict[int, dict[str, Any]] = {}
         self.saved = folder / "checkpoints"
@@ -332,7 +331,6 @@ class Lane:
 
     def leave(self) -> None:
         """Ends a group, or what a fault has left of it, and looks at what stays behind."""
-        assert self.group is not None
         self.group.tell("close")
         self.compare("after close", self.counts(), self.bare)
         left, codes = self.group.end()
@@ -343,7 +341,6 @@ class Lane:
         self.group = None
 
     def counts(self) -> dict[int, dict[str, Any]]:
-        assert self.group is not None
         return {rank: outcome.value for rank, outcome in self.group.tell("counts").items()}
 
     def compare(self, when: str, now: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
@@ -360,7 +357,6 @@ class Lane:
 
     def recover(self, command: str = "step", argument: Any = 0) -> None:
         """Until it ends well on all ranks at once, with the whole model's numbers."""
-        assert self.group is not None
         outcomes: dict[int, Outcome] = {}
         for _ in range(ATTEMPTS):
             outcomes = self.group.tell(command, None, argument)
@@ -383,7 +379,6 @@ class Lane:
 
     def load(self) -> None:
         """The newest complete checkpoint."""
-        assert self.group is not None
         complete = self.complete()
         for old in complete[2:]:
             shutil.rmtree(old)
@@ -397,7 +392,6 @@ class Lane:
     # -- a fault
 
     def inject(self, fault: Fault) -> None:
-        assert self.group is not None
         if fault.place == "load":
             self.truncate(fault)
         else:
@@ -425,7 +419,6 @@ class Lane:
 
     def after_death(self, fault: Fault) -> None:
         """Survivors cannot go on, hear why, and leave nothing."""
-        assert self.group is not None
         if fault.rank in self.group.alive:  # it was killed after its command had ended
             self.group.ranks.processes[fault.rank].join(5.0)
         self.group.alive.discard(fault.rank)
@@ -439,7 +432,6 @@ class Lane:
 
     def truncate(self, fault: Fault) -> None:
         """A torn newest checkpoint is refused, and the one before loads."""
-        assert self.group is not None
         self.save()
         newest = self.complete()[0]
         files = sorted(newest.iterdir())
@@ -550,9 +542,9 @@ def main() -> int:
         f"{injected} of {options.faults} faults, {missed} of them missed, {time.monotonic() - began:.0f} s, "
         f"{len(found.lines)} defects"
     )
-    text = "\n".join([header("Faults"), "", found.table(), "", summary, *found.lines])
+    text = "\n".join([header("Faults"), "", found.table(), summary, *found.lines])
     Path(options.results).write_text(text + "\n")
-    print(f"{found.table()}\n\n{summary}")
+    print(f"{found.table()}\n{summary}")
     return 1 if found.lines or not injected else 0
 
 

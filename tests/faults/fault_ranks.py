@@ -139,7 +139,7 @@ class Rank:
 
     def __init__(self, rank: int, pipe: Connection, setup: Setup) -> None:
         self.rank, self.pipe, self.setup = rank, pipe, setup
-        self.engine: PipelineEngine | None = None
+        self.engine: Any = None  # a PipelineEngine, between make and close
         self.batches, self.truth = batches(), truths()
         self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
         self._interruptible = self._struck = False
@@ -216,7 +216,6 @@ class Rank:
 
     def change_message(self, fault: Fault) -> None:
         """Changes the next message of the edge from which the trapped unit has received."""
-        assert self.stage.received is not None
         payload = self.stage.received.data_ptr()
         place = find_next(payload, TIMEOUT / 3)
         self._struck = place != 0
@@ -230,7 +229,6 @@ class Rank:
 
     def change_relay(self, fault: Fault) -> None:
         """One of the messages that this rank sends over the process group will be lost or late."""
-        assert self.engine is not None
         relays = [relay for relay in self.engine._group._relays.values() if not relay._is_receiver]
         relay = relays[fault.choice % len(relays)]
         lost, send = fault.choice % (M * K), relay.send
@@ -278,7 +276,7 @@ class Rank:
                 self.strike(fault)
             return GATHER(meeting, value)
 
-        Meeting.gather = gather  # type: ignore[method-assign]
+        Meeting.gather = gather  # type: ignore[method-assign]  # put back by do_make
 
     def strike_soon(self, fault: Fault) -> None:
         """Strikes from another thread a few milliseconds later, whatever this rank does then."""
@@ -347,7 +345,7 @@ class Rank:
             self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]
+            descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]  # as they were
         trap_weights(self.engine, self.stage)
         # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
         self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
@@ -361,7 +359,6 @@ class Rank:
         return cross_entropy(output, target)
 
     def do_step(self, mine: Fault | None, which: int, result: Outcome) -> None:
-        assert self.engine is not None
         tokens, target = self.batches[which]
         self.stage.calls = self.calls_of_loss = 0
         for parameter in self.engine.parameters():
@@ -385,7 +382,6 @@ class Rank:
 
     def _difference(self, which: int, losses: Any) -> str:
         true_losses, true_gradients = self.truth[which]
-        assert self.engine is not None
         found = {name.removeprefix("stage."): p.grad for name, p in self.engine.named_parameters()}
         missing = [name for name, gradient in found.items() if gradient is None]
         if missing:
@@ -402,7 +398,6 @@ class Rank:
         return "" if error <= 1e-10 else f"losses differ by {error:.1e}"
 
     def do_eval(self, mine: Fault | None, which: int, result: Outcome) -> None:
-        assert self.engine is not None
         tokens, target = self.batches[which]
         self.stage.calls = self.calls_of_loss = 0
         if mine is not None:
@@ -412,7 +407,6 @@ class Rank:
 
     def do_twice(self, mine: Fault | None, which: int, result: Outcome) -> None:
         """Two steps that one rank ends before they begin: the others hear of each."""
-        assert self.engine is not None
         tokens, target = self.batches[which]
         for _ in range(2):
             self.stage.calls = self.calls_of_loss = 0
@@ -426,21 +420,17 @@ class Rank:
         raise last
 
     def do_clip(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        assert self.engine is not None
         self.engine.clip_grad_norm_(1.0, 2.0 if mine is None else "no number")
 
     def do_gather(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        assert self.engine is not None
         self.engine.all_gather_object(0 if mine is None else object())
 
     def do_report(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        assert self.engine is not None
         if mine is not None:  # between two calls, and told to nobody: it comes to its next step without the others
             raise ValueError("injected")
         self.engine.report(gather=True)
 
     def do_verify(self, mine: Fault | None, which: int, _: Outcome) -> None:
-        assert self.engine is not None
         tokens, target = self.batches[which]
         self.stage.calls = self.calls_of_loss = 0
         if mine is not None:
@@ -448,7 +438,6 @@ class Rank:
         self.engine.verify(tokens, target=target, show=False)
 
     def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
-        assert self.engine is not None
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             self.optimizer.param_groups[0]["lr"] = float(Path(folder).name)
@@ -467,7 +456,6 @@ class Rank:
 
     def do_load(self, _: Fault | None, folder: str, result: Outcome) -> None:
         """Into zeros; afterwards the parameters are what they were, whatever happens."""
-        assert self.engine is not None
         parameters = dict(self.stage.stage.state_dict())
         try:
             for parameter in parameters.values():

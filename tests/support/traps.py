@@ -66,4 +66,4 @@ def trap_weights(engine: PipelineEngine, stage: Trapped) -> None:
             stage.trap()
         weight(cell, received)
 
-    feature.weight = trapped  # type: ignore[method-assign]
+    feature.weight = trapped  # type: ignore[method-assign]  # of this engine's stage alone
