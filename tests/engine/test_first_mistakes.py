@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -130,18 +131,26 @@ WAYS: dict[str, Callable[[nn.Embedding, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_whole_model_on_every_rank_is_named(way):
+SHIFTED = seq1f1b.shift_labels(TOKENS)
+
+
+def told_by_a_step(stages: list[Any], tokens: Tensor = TOKENS, target: Tensor = SHIFTED) -> list[str]:
+    """What each of two ranks is told where a step fails."""
+
     def run(group: Any) -> str:
-        torch.manual_seed(0)
         engine = PipelineEngine(
-            Words(WAYS[way]), num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group
+            stages[group.rank], num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group
         )
         with pytest.raises(Exception) as caught:  # of torch's or Python's kinds, or a PipelineError
-            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
+            engine.step(tokens, target=target)
         return str(caught.value)
 
-    for text in run_ranks(2, run):
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_whole_model_on_every_rank_is_named(way):
+    for text in told_by_a_step([Words(WAYS[way]), Words(WAYS[way])]):
         assert "[1]F0.0" in text and "did every rank build the whole model?" in text
 
 
@@ -177,51 +186,26 @@ def test_batches_that_do_not_belong_together_are_told(name: str) -> None:
     assert len(found) == (3 if name else 0)
 
 
-def test_other_errors_of_a_later_stage_have_no_such_hint():
-    model = whole_model(CONFIG)
-
-    def run(group: Any) -> str:
-        stage = stage_of(model, CONFIG, group.rank, 2)
-        if group.rank == 1:
-            stage.norm.forward = lambda x: x[torch.tensor([99])]
-        engine = PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group)
-        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
-        return str(caught.value)
-
-    for text in run_ranks(2, run):
-        assert "[1]F0.0" in text and "whole model" not in text
+def beyond(tokens: Tensor) -> Tensor:
+    return tokens.index_put((torch.tensor(3), torch.tensor(12)), torch.tensor(CONFIG.vocab + 5))
 
 
-def told_by_a_step(tokens: Tensor, target: Tensor) -> list[str]:
-    """What each of two ranks is told where a step fails."""
-
-    def run(group: Any) -> str:
-        engine = PipelineEngine(
-            stage_of(whole_model(CONFIG), CONFIG, group.rank, 2),
-            num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
-        )  # fmt: skip
-        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(tokens, target=target)
-        return str(caught.value)
-
-    return run_ranks(2, run)
+OTHER_ERRORS: dict[str, tuple[Tensor, Tensor, str]] = {
+    "a later stage's": (TOKENS, SHIFTED, r"\[1\]F0\.0"),
+    "a token": (beyond(TOKENS), SHIFTED, r"\[0\]F1\.1.*no row of its embedding: in stage 0, embedding has 11 rows"),
+    "a target": (TOKENS, beyond(SHIFTED), r"\[1\]F1\.1.*A target of this segment is no class of the loss"),
+}
 
 
-def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
-    tokens = TOKENS.clone()
-    tokens[3, 12] = CONFIG.vocab + 5
-    for text in told_by_a_step(tokens, seq1f1b.shift_labels(TOKENS)):
-        assert (
-            "[0]F1.1" in text and f"no row of its embedding: in stage 0, embedding has {CONFIG.vocab} rows" in text
-        ), text
-
-
-def test_a_target_that_the_loss_lacks_is_told_with_its_rule():
-    target = seq1f1b.shift_labels(TOKENS)
-    target[3, 12] = CONFIG.vocab + 5
-    for text in told_by_a_step(TOKENS, target):
-        assert "[1]F1.1" in text and "A target of this segment is no class of the loss" in text, text
+@pytest.mark.parametrize("name", OTHER_ERRORS)
+def test_other_errors_have_no_such_hint(name):
+    """A token that the embedding lacks, or a target that the loss lacks, is told with its rule."""
+    tokens, target, match = OTHER_ERRORS[name]
+    stages: list[Any] = [stage_of(whole_model(CONFIG), CONFIG, i, 2) for i in range(2)]
+    if name == "a later stage's":
+        stages[1].norm.forward = lambda x: x[torch.tensor([99])]
+    for text in told_by_a_step(stages, tokens, target):
+        assert re.search(match, text, re.DOTALL) and "whole model" not in text, text
 
 
 def test_a_failure_of_onednn_is_told_with_its_usual_cause():
