@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,7 @@ def compile_all(modules: Iterable[nn.Module]) -> CompileCounterWithBackend:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
+def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 

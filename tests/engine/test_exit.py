@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from scripts import Script, environment
+from scripts import Script, environment, free_port
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
-
-
-def environment_of(num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun tells each rank, without its launcher, which imports torch for itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": f"{num_ranks}"}
-    return [{**os.environ, **place, "RANK": f"{rank}"} for rank in range(num_ranks)]
 
 
 def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
@@ -89,14 +79,15 @@ def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(tmp_path: Pat
     """Rank 0 holds the store; it is killed between two steps, or stopped before the engine is made."""
     script = tmp_path / "script.py"
     script.write_text(LOST)
-    lost, *others = environment_of(3)
+    port = free_port()
+    lost, *others = (environment(rank, 3, port) for rank in range(3))
     first = Script(script, [what], tmp_path, lost)  # forked: how it ends is nobody's question
     ranks = []
     try:
-        for environment in others:
+        for variables in others:
             command = [sys.executable, str(script), what]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+            ranks.append(subprocess.Popen(command, env=variables, text=True, **pipes))
         said = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:

@@ -73,7 +73,6 @@ def test_compiled_blocks(tmp_path: Path) -> None:
         losses = engine.step(torch.linspace(-1, 1, 6144).view(12, 32, 16), target=torch.zeros(12, 32, 16))
         assert where is None or engine.report().moved_bytes > 0
         found.append([*losses, *(p.grad for p in stage.parameters())])
-    torch._dynamo.reset()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -209,15 +208,17 @@ def test_measured_bytes_fall_as_planned(tmp_path: Path) -> None:
         assert other.moved_bytes > 0.6 * before.activation_bytes * other.moved_units / 8
 
 
-def test_a_closed_engine_keeps_no_file(tmp_path: Path) -> None:
-    def files() -> int:
-        links = (entry.path for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
-        return sum(os.readlink(link).startswith(str(tmp_path)) for link in links)
+def files_of(directory: Path) -> list[int]:
+    """The descriptors of tiers' files there, which have no name."""
+    open_ones = (entry for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
+    return [int(entry.name) for entry in open_ones if os.readlink(entry.path).startswith(f"{directory}/")]
 
+
+def test_a_closed_engine_keeps_no_file(tmp_path: Path) -> None:
     engine = PipelineEngine(nn.Linear(2, 2), num_microbatches=6, schedule="gpipe", memory=Memory(offload=tmp_path))
-    assert files() == 1
+    assert len(files_of(tmp_path)) == 1
     engine.close()
-    assert files() == 0
+    assert files_of(tmp_path) == []
 
 
 def test_reports_and_traces_show_what_moved_and_what_ran_again(tmp_path: Path) -> None:
@@ -351,15 +352,6 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
 
-def file_of(directory: Path) -> int:
-    """The descriptor of the tier's file, which has no name."""
-    [found] = [
-        int(entry.name) for entry in os.scandir("/proc/self/fd")
-        if os.path.exists(entry.path) and os.readlink(entry.path).startswith(f"{directory}/")
-    ]  # fmt: skip
-    return found
-
-
 @contextmanager
 def replaced(file: int, path: str) -> Iterator[None]:
     """Meanwhile another file lies behind the descriptor."""
@@ -429,7 +421,7 @@ def test_a_failing_disk_ends_the_step_on_every_rank(
             stage.zero_grad()
             try:
                 if group.rank == 1:
-                    with how(file_of(directory), path):
+                    with how(*files_of(directory), path):
                         engine.step(tokens, target=target)
                 else:
                     engine.step(tokens, target=target)

@@ -22,11 +22,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-sys.path.append(str(Path(__file__).parents[1] / "adapters"))
-sys.path.append(str(Path(__file__).parents[1] / "checks"))
-sys.path.append(str(Path(__file__).parents[1] / "hf"))
+sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("support", "adapters", "checks", "hf"))
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +166,8 @@ class Trial:
             except (ValueError, TypeError):
                 return None
         chain = [Logits(whole)] if self.model.has_whole else copy.deepcopy(stages)
-        with without_dropout():
+        drops_nothing = lambda x, *args, **kwargs: x  # noqa: E731
+        with mock.patch.multiple(F, dropout=drops_nothing, alpha_dropout=drops_nothing):
             try:
                 self.run(stages, PipelineEngine.step, attention="unchecked")
                 self.run(chain, PipelineEngine.step, segments=1, attention="unchecked")
@@ -247,18 +246,6 @@ def gradients_of(stages: Stages, *, is_numbered: bool) -> dict[str, Tensor]:
         if p.requires_grad
     ]
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    dropouts = {name: getattr(F, name) for name in ("dropout", "alpha_dropout")}
-    for name in dropouts:
-        setattr(F, name, lambda x, *args, **kwargs: x)
-    try:
-        yield
-    finally:
-        for name, function in dropouts.items():
-            setattr(F, name, function)
 
 
 @contextmanager
