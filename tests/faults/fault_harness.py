@@ -67,8 +67,6 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "sleep": (1, ("step", "step", "between", "eval", "make")),
     "kill": (1, ("step", "step", "between", "eval", "make", "save")),
     "exit": (0.7, ("step", "step", "between", "eval", "make", "save")),
-    "no descriptors": (2, ("make",)),
-    "bad argument": (2, ("make",)),
     "slow set-up": (1, ("make",)),
     "call fails": (6, ("step", "eval", "make", "make", "save")),
     "header corrupted": (4, ("step", "step", "eval")),
@@ -77,14 +75,11 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "message lost": (2, ("step", "eval")),
     "message late": (1, ("step", "eval")),
     "disk full": (2, ("save",)),
-    "truncated checkpoint": (2, ("load",)),
     "holder stopped": (0.7, ("make",)),
     "holder killed": (0.7, ("make",)),
 }
-ONLY_OVER_C10D = (
-    "message lost",
-    "message late",
-)  # in shared memory a message is a counter: only its sender can be late
+# In shared memory a message is a counter: only its sender can be late.
+ONLY_OVER_C10D = ("message lost", "message late")
 PLACE = r"\branks? \d|\bstages? \d|\[\d+\][FBIW]\d"  # what an error must name: a rank, or an edge or stage and its unit
 COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered", "aborts")
 
@@ -392,20 +387,17 @@ class Lane:
     # -- a fault
 
     def inject(self, fault: Fault) -> None:
-        if fault.place == "load":
-            self.truncate(fault)
-        else:
-            self.saves += 1
-            command = {"between": "step"}.get(fault.place, fault.place)
-            argument = str(self.saved / str(self.saves)) if command == "save" else fault.batch
-            outcomes = self.group.tell(command, fault, argument)
-            dead = set(range(P)) - self.group.alive
-            assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
-            if any(outcome.missed for outcome in outcomes.values()):
-                self.found.add("missed", fault, self.lane)
-            self.judge_values(outcomes)
-            if command != "save":  # torch's own collectives say there what failed
-                self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
+        self.saves += 1
+        command = {"between": "step"}.get(fault.place, fault.place)
+        argument = str(self.saved / str(self.saves)) if command == "save" else fault.batch
+        outcomes = self.group.tell(command, fault, argument)
+        dead = set(range(P)) - self.group.alive
+        assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
+        if any(outcome.missed for outcome in outcomes.values()):
+            self.found.add("missed", fault, self.lane)
+        self.judge_values(outcomes)
+        if command != "save":  # torch's own collectives say there what failed
+            self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
         if fault.kind in KILLING:
             self.after_death(fault)
             return
@@ -429,18 +421,6 @@ class Lane:
                     self.defect("wrong", f"rank {rank} ends a step without rank {fault.rank}")
             self.judge_errors(outcomes, set())
         self.leave()
-
-    def truncate(self, fault: Fault) -> None:
-        """A torn newest checkpoint is refused, and the one before loads."""
-        self.save()
-        newest = self.complete()[0]
-        files = sorted(newest.iterdir())
-        torn = files[fault.choice % len(files)]
-        os.truncate(torn, torn.stat().st_size // 2)
-        outcomes = self.group.tell("load", None, str(newest))
-        if not any(outcome.error for outcome in outcomes.values()):
-            self.defect("checkpoints", f"{torn.name} of {newest.name} is cut in half, and nobody sees it")
-        shutil.rmtree(newest)
 
     def hold(self, fault: Fault) -> None:
         """In a group of its own, the rank that holds the store is stopped, or killed, while all make an engine."""

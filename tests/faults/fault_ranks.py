@@ -50,12 +50,6 @@ CALLS_OF = {
     "eval": ("mmap", "open"),
     "save": ("open", "write", "write", "mmap"),
 }
-BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"seq_dim": 0},
-    {"num_microbatches": 0},
-    {"schedule": "no such schedule"},
-    {"transport": "pigeon"},
-)
 
 
 @dataclass(frozen=True)
@@ -324,14 +318,7 @@ class Rank:
         self.trap_loss: Fault | None = None
         options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
         options |= {"num_microbatches": M, "limits": Limits(TIMEOUT, TIMEOUT)}
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if mine is not None and mine.kind == "bad argument":
-            options |= BAD_ARGUMENTS[mine.choice % len(BAD_ARGUMENTS)]
-        elif mine is not None and mine.kind == "no descriptors":
-            lowest = os.open("/dev/null", os.O_RDONLY)
-            os.close(lowest)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + mine.choice % 7, limits[1]))
-        elif mine is not None and mine.kind.startswith("holder") and mine.choice % 2:
+        if mine is not None and mine.kind.startswith("holder") and mine.choice % 2:
             self.strike(mine)
         elif mine is not None and mine.kind == "call fails":
             self.make_a_call_fail(mine)
@@ -344,7 +331,6 @@ class Rank:
         try:
             self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]  # as they were
         trap_weights(self.engine, self.stage)
         # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
