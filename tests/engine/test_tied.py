@@ -296,17 +296,21 @@ def test_optimizers_that_differ_are_told_on_every_rank_and_no_gradient_is_lost(a
     assert "same optimizer, learning rate, weight decay" in first[1] and "docs/how-to/tied-weights.md" in first[1]
 
 
-def test_verify_tells_that_copies_came_apart():
+@pytest.mark.parametrize("when", ["by verify", "after a failed step"])
+def test_copies_that_came_apart_are_told(when):
     stages = make()
 
     def work(group: Any) -> None:
-        engine = engine_of(stages, group)
-        for _ in range(3):
+        engine, (x, y) = engine_of(stages, group), batch()
+        for _ in range(3 if when == "by verify" else 1):
             step(engine)
-        if group.rank == 0:
-            with torch.no_grad():
-                stages[0].b.weight.add_(0.25)
-        engine.verify(batch()[0], target=batch()[1], show=False)
+        with torch.no_grad():
+            stages[group.rank].b.weight.add_(0.25 * group.rank)
+        if when == "by verify":
+            engine.verify(x, target=y, show=False)
+        with pytest.raises((RuntimeError, seq1f1b.PipelineError)):
+            engine.step(x[..., 1:], target=y)
+        step(engine)
 
     texts = outcomes(work)
     assert texts[0] == texts[1] and PARTS in texts[0] and "by up to 2.5e-01" in texts[0]
@@ -329,22 +333,6 @@ def test_copies_that_came_apart_are_not_saved_and_a_checkpoint_is_loaded_over_th
     state.load_state_dict(saved)
     assert torch.equal(stages[0].b.weight, before) and torch.equal(stages[1].b.weight, before)
     step(engine)
-
-
-def test_copies_that_came_apart_are_told_after_a_failed_step_too():
-    stages = make()
-
-    def work(group: Any) -> None:
-        engine, (x, y) = engine_of(stages, group), batch()
-        step(engine)
-        with torch.no_grad():
-            stages[group.rank].b.weight.add_(group.rank)
-        with pytest.raises((RuntimeError, seq1f1b.PipelineError)):
-            engine.step(x[..., 1:], target=y)
-        step(engine)
-
-    texts = outcomes(work)
-    assert texts[0] == texts[1] and PARTS in texts[0]
 
 
 # -- gradients of several kinds ----------------------------------------------------------------------------------------
