@@ -10,7 +10,16 @@ import pytest
 from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
-from seq1f1b import Costs, LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
+from seq1f1b import (
+    Costs,
+    LoopbackGroup,
+    Loss,
+    Memory,
+    ModelShape,
+    PipelineEngine,
+    VocabularyParallelHead,
+    build_schedule,
+)
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.agreement import check_agreement
 
@@ -59,6 +68,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss": Loss(reduction="sum")}, {}, "Loss.reduction differs .*: 'sum' on rank 0; 'mean' on rank 1"),
     ({"loss": Loss(scale_grads=False)}, {}, "Loss.scale_grads differs .*: False on rank 0; True on rank 1"),
     ({}, {"memory": Memory(recompute="all")}, "Memory.recompute differs .*: 'none' on rank 0; 'all' on rank 1"),
+    (
+        {"loss_fn": VocabularyParallelHead(4, 9)},
+        {"loss_fn": VocabularyParallelHead(4, 9, z_loss=0.5)},
+        r"loss_fn differs .*z_loss=0\.0",
+    ),
+    ({"loss_fn": VocabularyParallelHead(4, 9)}, {}, "loss_fn differs .*no VocabularyParallelHead on rank 1"),
     ({"sequence_parallel": (0, 2)}, {}, r"sequence_parallel differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1"),
 ]
 
