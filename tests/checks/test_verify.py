@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from as_found import as_found
 from mixers import HIDDEN, Mixer, Net, attention, pooling, told_by, torchs_attention
 from mixers import batch as mixers_batch
-from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import PipelineEngine, SegmentWarning, verify_stage
@@ -138,15 +136,6 @@ def test_everything_is_as_it_was(dtype, fails):
     module.fails = False
     engine.step(tokens, target=target)  # and the engine goes on
     assert hooked
-
-
-def refused(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="under DDP or FSDP2: verify an engine over the bare"):
-        verified(DistributedDataParallel(Net(Mixer(attention))))
-
-
-def test_ddp_is_not_verified():
-    run_processes(2, refused)
 
 
 def test_a_refusal_is_heard_on_every_rank():

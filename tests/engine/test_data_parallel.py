@@ -332,8 +332,19 @@ def parts(rank: int, world: int) -> None:
             make(stage)
 
 
+def refused(rank: int, world: int) -> None:
+    """Replicas would tune an order each, and a comparison needs the bare stage."""
+    config, group = Config(hidden=16, layers=2), alone(rank, world)
+    stage, (tokens, target) = DistributedDataParallel(whole_model(config)), batch(config, M, LENGTH)
+    options = {"num_microbatches": M, "loss_fn": cross_entropy, "group": group}
+    with pytest.raises(ValueError, match="another order in each replica"):
+        PipelineEngine(stage, schedule="tuned", **options)
+    with pytest.raises(ValueError, match="under DDP or FSDP2: verify an engine over the bare"):
+        PipelineEngine(stage, **options).verify(tokens, target=target, show=False)
+
+
 def every_question(rank: int, world: int) -> None:
-    for question in (global_count, unused, hooks, mixed_precision, parts):
+    for question in (global_count, unused, hooks, mixed_precision, parts, refused):
         question(rank, world)
 
 
