@@ -50,7 +50,7 @@ COPIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "a copy": (TOKENS, TOKENS.clone(), {}),
     "masked": (TOKENS, masked(TOKENS), {}),
     "lists": (list(TOKENS.chunk(2)), list(TOKENS.chunk(2)), {}),
-    "another dtype": (TOKENS, TOKENS.int(), {}),
+    "another dtype": (TOKENS, TOKENS.int(), {"loss_fn": lambda logits, target: cross_entropy(logits, target.long())}),
     "arguments in a tuple": ((TOKENS,), TOKENS, {}),
     "given everywhere": (TOKENS, TOKENS, {"everywhere": True}),
     "one rank": (TOKENS, TOKENS, {"ranks": 1}),
@@ -65,8 +65,6 @@ COPIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", COPIES)
 def test_targets_that_are_the_tokens_are_named_once(name):
     tokens, target, options = COPIES[name]
-    if name == "another dtype":
-        options = {"loss_fn": lambda logits, target: cross_entropy(logits, target.long())}
     # A loss that shifts inside its segments drops targets at the borders, which is told as well.
     (text,) = [text for text in told(tokens, target, **options) if not text.startswith("loss weighting")]
     assert text.startswith("the targets are the tokens themselves") and "seq1f1b.shift_labels" in text

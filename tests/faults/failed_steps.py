@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from as_found import process
 from replicas import take_head, wrap
 from tiny_model import Config, Stage, batch, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
 from torch import Tensor, nn
@@ -222,7 +223,7 @@ class Case:
 
     def fail(self) -> None:
         """A call in which a rank may fail. Afterwards all is as it was, but for gradients, which are undefined."""
-        before, ids = surroundings(), list(map(id, self.engine.parameters()))
+        before, ids = process(), list(map(id, self.engine.parameters()))
         gradients = [None if p.grad is None else p.grad.clone() for p in self.engine.parameters()]
         is_eval, disarm = self.rng.random() < 0.25, self.arm()
         self.history[-1] = "eval: " * is_eval + self.history[-1]
@@ -239,7 +240,8 @@ class Case:
         assert ids == list(map(id, self.engine.parameters())), "the stage holds other parameters than before"
         for parameter, gradient in zip(self.engine.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        assert surroundings() == before, "modes or random numbers are others than before"
+        after = process()
+        assert after == before, [name for name in before if before[name] != after[name]]
 
     def go_on(self) -> None:
         """A step that must be right, as soon as all ranks have heard of what failed."""
@@ -276,13 +278,6 @@ class Case:
                 self.fail()
             self.go_on()
         self.engine.close()
-
-
-def surroundings() -> Any:
-    return (
-        torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
-        torch._C._autograd._top_saved_tensors_default_hooks(True), torch._C._len_torch_dispatch_stack(),
-    )  # fmt: skip
 
 
 def work(rank: int, world: int, first: int, last: int) -> None:
