@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from processes import run_processes
 from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
@@ -380,14 +380,7 @@ def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(found, truth, strict=True))
 
 
-@pytest.fixture
-def one_replica(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_and_fsdp2_see_what_autograd_accumulates(one_replica):
+def ddp_and_fsdp2(rank, world):
     from torch.distributed.fsdp import fully_shard
 
     with wide_products() as calls:
@@ -400,6 +393,10 @@ def test_ddp_and_fsdp2_see_what_autograd_accumulates(one_replica):
         stage = mlp().append(nn.Linear(HIDDEN, HIDDEN)).bfloat16()
         fully_shard(stage[0])
         assert step(stage)[1].fused_weights == 0  # parts that FSDP2 shards make it the stage's wrapper
+
+
+def test_ddp_and_fsdp2_see_what_autograd_accumulates():
+    run_processes(1, ddp_and_fsdp2)
 
 
 def inside(m, x, of):
@@ -479,12 +476,10 @@ class Meddling(nn.Module):
         return y
 
 
-def replace_layer(module, h, y):
-    module.layer = nn.Linear(HIDDEN, HIDDEN).double()
-
-
-def replace_weight(module, h, y):
-    module.layer.weight = nn.Parameter(module.layer.weight.detach().clone())
+REPLACE = {
+    "layer": lambda module, h, y: setattr(module, "layer", nn.Linear(HIDDEN, HIDDEN).double()),
+    "weight": lambda module, h, y: setattr(module.layer, "weight", nn.Parameter(module.layer.weight.detach().clone())),
+}
 
 
 def change_weight_after_i(module, h, y):
@@ -503,12 +498,12 @@ def test_what_changes_between_i_and_w_is_an_error():
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("what", [replace_layer, replace_weight])
+@pytest.mark.parametrize("what", REPLACE)
 def test_the_gradient_goes_to_the_weight_that_f_has_read(what, route):
     """As in a whole backward, whatever is replaced before I."""
 
     def run(schedule):
-        module = Meddling(what, 2)
+        module = Meddling(REPLACE[what], 2)
         before = module.layer.weight
         step(module, schedule=schedule)
         return before.grad, module.layer.weight.grad

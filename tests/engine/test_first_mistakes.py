@@ -70,20 +70,12 @@ def test_targets_that_are_the_tokens_are_named_once(name):
     assert text.startswith("the targets are the tokens themselves") and "seq1f1b.shift_labels" in text
 
 
-def corrupted() -> Tensor:
-    """Tokens in which those to be guessed are replaced, as for a masked language model."""
-    return TOKENS.masked_fill(torch.arange(16) % 3 == 0, 0)
-
-
-def guessed() -> Tensor:
-    return TOKENS.masked_fill(torch.arange(16) % 3 != 0, -100)
-
-
+IS_GUESSED = torch.arange(16) % 3 == 0
 RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "shifted": (TOKENS, seq1f1b.shift_labels(TOKENS), {}),
     "shifted and masked": (TOKENS, masked(seq1f1b.shift_labels(TOKENS)), {}),
     "shifted by hand": (TOKENS[:, :-1], TOKENS[:, 1:], {}),
-    "words to guess": (corrupted(), guessed(), {}),
+    "words to guess": (TOKENS.masked_fill(IS_GUESSED, 0), TOKENS.masked_fill(~IS_GUESSED, -100), {}),
     "rows of one word": (TOKENS[:, :1].expand(-1, 16), TOKENS[:, :1].expand(-1, 16), {}),
     "nothing counts": (TOKENS, torch.full_like(TOKENS, -100), {}),
     "whole sequences, and a loss that shifts": (

@@ -132,10 +132,6 @@ def test_a_frozen_tie_gets_the_first_ones_values_and_no_gradient():
 # -- parameters that are replaced --------------------------------------------------------------------------------------
 
 
-def new_parameter(stage: Any) -> None:
-    stage.b.weight = nn.Parameter(stage.b.weight.detach().clone())
-
-
 def assigned(stage: Any) -> None:
     stage.load_state_dict({name: value.clone() for name, value in stage.state_dict().items()}, assign=True)
 
@@ -147,15 +143,11 @@ def emptied(stage: Any) -> None:
     stage.load_state_dict(values)
 
 
-def new_module(stage: Any) -> None:
-    stage.b = copy.deepcopy(stage.b)
-
-
 REPLACE: dict[str, Callable[[Any], None]] = {
-    "a new parameter": new_parameter,
+    "a new parameter": lambda stage: setattr(stage.b, "weight", nn.Parameter(stage.b.weight.detach().clone())),
     "load_state_dict(assign=True)": assigned,
     "to_empty": emptied,
-    "a new module": new_module,
+    "a new module": lambda stage: setattr(stage, "b", copy.deepcopy(stage.b)),
 }
 
 
@@ -185,10 +177,6 @@ def test_what_is_summed_is_what_the_modules_hold(name, ranks, when, kind):
 # -- what is wrong with a copy -----------------------------------------------------------------------------------------
 
 
-def other_values(stage: Any) -> None:
-    stage.b.weight = nn.Parameter(stage.b.weight.detach() + 0.5)
-
-
 def other_dtype(stage: Any) -> None:
     stage.b.weight = nn.Parameter(stage.b.weight.detach().float())
     stage.b.forward = lambda x: F.linear(x, stage.b.weight.double())
@@ -208,7 +196,8 @@ UNLIKE = "tied parameter 'b' differs between ranks [0, 1]: 'b.weight' of stage 0
 # What is done to the second stage, and what every rank hears
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "values": (
-        other_values, "'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to 5.0e-01",
+        lambda stage: setattr(stage.b, "weight", nn.Parameter(stage.b.weight.detach() + 0.5)),
+        "'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to 5.0e-01",
     ),
     "frozen": (lambda stage: stage.b.weight.requires_grad_(False), UNLIKE),
     "dtype": (other_dtype, UNLIKE),

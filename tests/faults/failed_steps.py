@@ -56,15 +56,6 @@ def divided(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy(output, target) * counted if counted else 0.0 * output.sum(), counted
 
 
-class HeadThatSums(nn.Module):
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = head.norm, head.head
-
-    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return summed(self.head(self.norm(hidden)), target)
-
-
 def wrapped(kind: str, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The module under DDP or FSDP2, or each of its parts under FSDP2."""
     if not kind.endswith("parts"):
@@ -115,8 +106,7 @@ class Case:
         self.has_last = schedule.num_stages - 1 in self.own
         loss_fn: Any = summed if self.loss == "divisor" else cross_entropy
         if self.loss.startswith("head") and self.has_last:
-            head: nn.Module = take_head(plain[-1])
-            head = HeadThatSums(head) if self.loss == "head that sums" else head
+            head = take_head(plain[-1], summed if self.loss == "head that sums" else cross_entropy)
             loss_fn = wrapped(self.kind.removesuffix(" parts"), head, mesh["data"])
         self.stages = [wrapped(self.kind, stage, mesh["data"]) for stage in plain]
         self.own_loss, self.fault = loss_fn, ""
