@@ -46,7 +46,6 @@ from seq1f1b.table import table_text
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
 DEADLINE = 25.0  # of one command: who has not answered then never will
 ATTEMPTS = 8  # steps in which ranks must have met again
-KILLING = ("kill", "exit")
 TOLD = ("bad call", "left well")  # after which nobody waits for a time-out
 HOLDER = ("holder stopped", "holder killed")  # rank 0, whose process holds the store
 LANES = [(kind, schedule) for kind in ("shm", "c10d") for schedule in ("seq1f1b", "seq-zb-h1")]
@@ -66,7 +65,6 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "stop": (1, ("step", "step", "between", "eval", "make")),
     "sleep": (1, ("step", "step", "between", "eval", "make")),
     "kill": (1, ("step", "step", "between", "eval", "make", "save")),
-    "exit": (0.7, ("step", "step", "between", "eval", "make", "save")),
     "slow set-up": (1, ("make",)),
     "call fails": (6, ("step", "eval", "make", "make", "save")),
     "header corrupted": (4, ("step", "step", "eval")),
@@ -91,7 +89,7 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
     passes = {"hook raises": "I" if split else "B", "module raises": "FW" if split and place == "step" else "F"}.get(
         kind, "F"
     )
-    if kind in ("interrupt", "stop", "sleep", "kill", "exit") and place == "step":
+    if kind in ("interrupt", "stop", "sleep", "kill") and place == "step":
         passes = "FIW" if split else "FB"
     if kind == "wrong dtype":  # the loss of the last stage takes any
         rank = rng.randrange(P - 1)
@@ -392,13 +390,13 @@ class Lane:
         argument = str(self.saved / str(self.saves)) if command == "save" else fault.batch
         outcomes = self.group.tell(command, fault, argument)
         dead = set(range(P)) - self.group.alive
-        assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
+        assert dead <= ({fault.rank} if fault.kind == "kill" else set()), f"ranks {dead} have died: {outcomes}"
         if any(outcome.missed for outcome in outcomes.values()):
             self.found.add("missed", fault, self.lane)
         self.judge_values(outcomes)
         if command != "save":  # torch's own collectives say there what failed
             self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
-        if fault.kind in KILLING:
+        if fault.kind == "kill":
             self.after_death(fault)
             return
         if fault.place == "make":

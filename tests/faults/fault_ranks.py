@@ -200,8 +200,6 @@ class Rank:
             time.sleep(SLEEP)
         elif fault.kind in ("kill", "holder killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "exit":
-            os._exit(3)
         elif fault.kind in ("header corrupted", "message forged", "message repeated"):
             self.change_message(fault)
         elif fault.kind == "disk full":
