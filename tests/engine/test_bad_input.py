@@ -380,19 +380,18 @@ def step(engine: PipelineEngine, **changes: Any) -> Any:
 
 
 def run_two(
-    faults: tuple[Any, Any] = (None, None), loss: Any = cross_entropy, calls: tuple[Any, Any] = (step, step)
+    faults: tuple[Any, Any] = (None, None), calls: tuple[Any, Any] = (step, step)
 ) -> tuple[list[Exception | None], list[int]]:
     """Two ranks make a failing call, then a correct step. Errors and forwards of the failing call."""
 
     def run(group: Any) -> Any:
-        stage, losses = Counted(group.rank, 2, faults[group.rank]), [loss]
-        engine = make_engine(stage, group=group, loss_fn=lambda output, target: losses[-1](output, target))
+        stage = Counted(group.rank, 2, faults[group.rank])
+        engine = make_engine(stage, group=group)
         failed: Exception | None = None
         try:
             calls[group.rank](engine)
         except Exception as error:
             failed = error
-        losses.append(cross_entropy)
         stage.fault, count = None, stage.calls
         return failed, count, good_step(engine)
 
@@ -410,27 +409,6 @@ def test_at_a_unit(fault: Callable[..., Any], words: str) -> None:
     unit = f"[0]F{(calls[0] - 1) // K}.{(calls[0] - 1) % K}"
     assert str(other) == f"rank 0 ended the step: {unit}: {type(own).__name__}: {str(own).removeprefix(f'{unit}: ')}"
     assert calls[1] < calls[0], "the next stage ran on an output that was wrong"
-
-
-AT_LOSS: list[tuple[Callable[..., Any], str]] = [
-    (
-        lambda output, target: output.sum((1, 2)),
-        r"ValueError: ^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
-    ),
-    (
-        lambda output, target: cross_entropy(output[:, :2], target),
-        r"ValueError: ^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("loss", "words"), AT_LOSS)
-def test_at_the_loss(loss: Callable[..., Any], words: str) -> None:
-    (other, own), _ = run_two(loss=loss)
-    check_error(own, words)
-    assert (
-        type(other) is PipelineError and other.rank == 1 and "rank 1 ended the step: [1]F0.0: ValueError" in str(other)
-    )
 
 
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
@@ -454,7 +432,6 @@ DISAGREE: list[tuple[tuple[Any, Any], int, str]] = [
         1,
         r"ValueError: target of micro-batch 0 of shape \(2, 7\) has no dimension 1 of 8 tokens",
     ),
-    ((step, lambda e: step(e, kwargs={"mask": MASK})), 1, "ValueError: ^keyword argument 'mask' is a tensor"),
     ((lambda e: step(e, inputs=None), step), 0, "ValueError: ^inputs are needed on the rank of the first stage"),
 ]
 
