@@ -335,6 +335,14 @@ AT_UNIT: list[tuple[Callable[..., Any], str]] = [
         r"ValueError: ^\[0\]F0.1: stage 0 returned \(2, 3, 8\) torch.float64 " + SAME_LENGTH,
     ),
     (
+        in_unit(1, lambda stage, x: stage(x)[..., :7]),
+        r"ValueError: ^\[0\]F0.1: stage 0 returned \(2, 4, 7\) torch.float64 " + SAME_LENGTH,
+    ),
+    (
+        in_unit(1, lambda stage, x: stage(x).float()),
+        r"ValueError: ^\[0\]F0.1: stage 0 returned \(2, 4, 8\) torch.float32 " + SAME_LENGTH,
+    ),
+    (
         in_unit(2, lambda stage, x: (stage(x), x)),
         r"ValueError: ^\[0\]F1.0: stage 0 returned .* torch.int64 " + SAME_LENGTH,
     ),

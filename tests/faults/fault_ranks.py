@@ -8,8 +8,6 @@ import faulthandler
 import gc
 import logging
 import os
-import random
-import resource
 import signal
 import sys
 import tempfile
@@ -26,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from messages import corrupt, find_next, forge, repeat
 from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
 from traps import CONFIG, K, M, P, Trapped, trap_weights
@@ -78,7 +75,7 @@ class Outcome:
     Attributes:
         error: "" or the error's kind and text. named: the rank that the error gives, as an attribute.
         wrong: "" or in what the result differs from the whole model's.
-        missed: True: the fault found nothing to happen to: no message came, or the call that was to fail was not made.
+        missed: True: the fault found nothing to happen to, as a call that was to fail was not made.
     """
 
     began: float
@@ -166,7 +163,7 @@ class Rank:
     def heal(self, fault: Fault) -> bool:
         """Takes the trap away. Returns whether the fault has found nothing to happen to."""
         if self.engine is not None:
-            self.stage.at, self.stage.change, self.stage.received, self.trap_loss = "", None, None, None
+            self.stage.at, self.trap_loss = "", None
             for relay in self._changed_relays:
                 del relay.send
             self._changed_relays.clear()
@@ -174,13 +171,7 @@ class Rank:
             return not ctypes.CDLL(None).failing_calls_disarm()
         if self._striking is not None and fault.kind == "interrupt":
             self._striking.join()  # else it would interrupt the next command
-        return not self._struck and fault.kind in (
-            "interrupt",
-            "header corrupted",
-            "message forged",
-            "message repeated",
-            "slow set-up",
-        )
+        return not self._struck and fault.kind in ("interrupt", "slow set-up")
 
     # -- faults
 
@@ -200,24 +191,6 @@ class Rank:
             time.sleep(SLEEP)
         elif fault.kind in ("kill", "holder killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind in ("header corrupted", "message forged", "message repeated"):
-            self.change_message(fault)
-        elif fault.kind == "disk full":
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100 + fault.choice % 400, hard))
-
-    def change_message(self, fault: Fault) -> None:
-        """Changes the next message of the edge from which the trapped unit has received."""
-        payload = self.stage.received.data_ptr()
-        place = find_next(payload, TIMEOUT / 3)
-        self._struck = place != 0
-        rng = random.Random(fault.choice)
-        if place and fault.kind == "header corrupted":
-            corrupt(place, rng)
-        elif place and fault.kind == "message forged":
-            forge(place, rng)
-        elif place:
-            repeat(place, payload)
 
     def change_relay(self, fault: Fault) -> None:
         """One of the messages that this rank sends over the process group will be lost or late."""
@@ -297,12 +270,6 @@ class Rank:
         else:
             self.stage.at = fault.unit
             self.stage.trap = lambda: self.strike(fault)
-            if fault.kind == "wrong shape":
-                # The last stage's output goes to the loss, which need not see that a class is missing.
-                cut_hidden = fault.choice % 2 and self.rank < P - 1
-                self.stage.change = (lambda y: y[..., :-1]) if cut_hidden else (lambda y: y[:, :-1])
-            elif fault.kind == "wrong dtype":
-                self.stage.change = lambda y: y.float()
 
     # -- commands
 
@@ -422,15 +389,12 @@ class Rank:
         self.engine.verify(tokens, target=target, show=False)
 
     def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             self.optimizer.param_groups[0]["lr"] = float(Path(folder).name)
             dcp.save(self.state, storage_writer=TrappedWriter(folder, lambda: self._trap_in_saving(mine)))
         except BaseException as error:
             self.engine.fail(f"{type(error).__name__} in saving a checkpoint")
             raise
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def _trap_in_saving(self, mine: Fault | None) -> None:
         if mine is not None and mine.kind == "call fails":
