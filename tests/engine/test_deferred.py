@@ -84,6 +84,14 @@ def compare(module, route, calls=None, **options):
     return report
 
 
+def beside_whole(run, route):
+    """What ``run(schedule)`` returns by a route, and with whole backwards."""
+    schedule, around = ROUTES[route]
+    with around():
+        found = run(schedule)
+    return found, run("seq1f1b")
+
+
 def mlp(bias=True):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(HIDDEN, 12, bias=bias), nn.GELU(), nn.Linear(12, HIDDEN, bias=bias)).double()
@@ -372,10 +380,7 @@ def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
         engine_of(module, schedule=schedule).step(x, target=target)
         return [*seen, module.leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
-    schedule, around = ROUTES[route]
-    with around():
-        found = run(schedule)
-    truth = run("seq1f1b")
+    found, truth = beside_whole(run, route)
     assert len(found) == len(truth) > 1
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(found, truth, strict=True))
 
@@ -416,10 +421,7 @@ def inside(m, x, of):
 def test_a_gradient_that_a_stage_takes_in_its_forward(of, route):
     """It is no gradient of the loss, unless it goes to the weight as well."""
     make = partial(Body, partial(inside, of=of))
-    schedule, around = ROUTES[route]
-    with around():
-        found, report = step(make(), schedule=schedule)
-    truth, _ = step(make())
+    (found, report), (truth, _) = beside_whole(lambda schedule: step(make(), schedule=schedule), route)
     assert report.fused_weights == 2 * 12 * HIDDEN and gradient_error(found, truth) <= 1e-12
     assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 
@@ -508,10 +510,7 @@ def test_the_gradient_goes_to_the_weight_that_f_has_read(what, route):
         step(module, schedule=schedule)
         return before.grad, module.layer.weight.grad
 
-    schedule, around = ROUTES[route]
-    with around():
-        found = run(schedule)
-    for own, truth in zip(found, run("seq1f1b"), strict=True):
+    for own, truth in zip(*beside_whole(run, route), strict=True):
         assert torch.allclose(own, truth, rtol=1e-12)
 
 

@@ -100,21 +100,12 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
 
 
 def plan(count: int, seed: int) -> list[list[Fault]]:
-    """The faults of each lane. Every kind comes once per transport before any is drawn at random."""
-    rng = random.Random(seed)
-    lanes: list[list[Fault]] = [[] for _ in LANES]
-    kinds = list(PLACES)
-    weights = [PLACES[kind][0] for kind in kinds]
-    drawn = list(kinds)
-    rng.shuffle(kinds)
-    for i in range(count):
-        lane = i % len(LANES)
-        turn = len(lanes[lane]) + lane * 4
-        first = len(lanes[lane]) < len(kinds) and count >= len(kinds) * len(LANES)
-        kind = kinds[turn % len(kinds)] if first else rng.choices(drawn, weights)[0]
-        while kind in ONLY_OVER_C10D and LANES[lane][0] != "c10d":
-            kind = rng.choices(drawn, weights)[0]
-        lanes[lane].append(draw(rng, LANES[lane][1], kind))
+    """The faults of each lane. Every kind comes once before any is drawn again."""
+    rng, lanes = random.Random(seed), []
+    for i, (transport, schedule) in enumerate(LANES):
+        kinds = [kind for kind in PLACES if transport == "c10d" or kind not in ONLY_OVER_C10D]
+        drawn = rng.sample(kinds, len(kinds)) + rng.choices(kinds, [PLACES[kind][0] for kind in kinds], k=count)
+        lanes.append([draw(rng, schedule, kind) for kind in drawn[: len(range(i, count, len(LANES)))]])
     return lanes
 
 
