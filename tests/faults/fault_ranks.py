@@ -35,7 +35,7 @@ from seq1f1b.transport.meeting import Meeting
 
 LENGTHS = (8, 12, 8)  # of the batches
 TIMEOUT = 1.5
-SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
+SLEEP = TIMEOUT + 1.0  # of a rank that is stopped
 # Calls that failing_calls.c can make fail, with their numbers there, and the errors that they may give.
 CALLS = {"mmap": 1, "memfd_create": 2, "socket": 4, "pthread_create": 8, "open": 16, "write": 32}
 ERRORS = {"mmap": "ENOMEM", "memfd_create": "EMFILE", "socket": "EMFILE", "pthread_create": "EAGAIN"}
@@ -54,8 +54,7 @@ class Fault:
     """What happens to one rank, and where.
 
     Attributes:
-        place: "step", "between" (before a step), "eval", "make" (set-up) or "save"; or a command that a "bad call" has:
-            "twice" (two steps in a row), "clip", "gather", "report", "verify".
+        place: "step", "between" (before a step), "eval", "make" (set-up) or "save".
         unit: in which it happens, where the place has units.
         choice: a random number, of which a kind makes what it needs.
     """
@@ -163,7 +162,7 @@ class Rank:
     def heal(self, fault: Fault) -> bool:
         """Takes the trap away. Returns whether the fault has found nothing to happen to."""
         if self.engine is not None:
-            self.stage.at, self.trap_loss = "", None
+            self.stage.at = ""
             for relay in self._changed_relays:
                 del relay.send
             self._changed_relays.clear()
@@ -180,15 +179,13 @@ class Rank:
         self.pipe.send(("trap", time.monotonic()))
         if fault.kind == "left well":
             time.sleep(0.2)  # so long the others have nothing left to do in this step
-        if fault.kind in ("module raises", "loss raises", "hook raises", "raises", "bad call", "left well"):
+        if fault.kind in ("module raises", "hook raises", "raises", "left well"):
             raise ValueError("injected")
         if fault.kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)  # the interrupt ends it
         elif fault.kind in ("stop", "holder stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.kind == "sleep":
-            time.sleep(SLEEP)
         elif fault.kind in ("kill", "holder killed"):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -265,8 +262,6 @@ class Rank:
             self.change_relay(fault)
         elif fault.unit == "any":
             self.strike_soon(fault)
-        elif fault.kind == "loss raises":
-            self.trap_loss = fault
         else:
             self.stage.at = fault.unit
             self.stage.trap = lambda: self.strike(fault)
@@ -279,8 +274,7 @@ class Rank:
             self.engine = None
         self.state = {}
         gc.collect()
-        self.stage, self.calls_of_loss = Trapped(self.rank), 0
-        self.trap_loss: Fault | None = None
+        self.stage = Trapped(self.rank)
         options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
         options |= {"num_microbatches": M, "limits": Limits(TIMEOUT, TIMEOUT)}
         if mine is not None and mine.kind.startswith("holder") and mine.choice % 2:
@@ -289,12 +283,12 @@ class Rank:
             self.make_a_call_fail(mine)
         elif mine is not None and mine.kind == "slow set-up":
             self.slow_down(mine)
-        elif mine is not None and (mine.kind in ("raises", "sleep") or mine.unit[-1] == "0"):
+        elif mine is not None and (mine.kind == "raises" or mine.unit[-1] == "0"):
             self.strike_in_a_round(mine)
         elif mine is not None:
             self.strike_soon(mine)
         try:
-            self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
+            self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=cross_entropy, **options)
         finally:
             descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]  # as they were
         trap_weights(self.engine, self.stage)
@@ -302,16 +296,9 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
         self.state = {"train": seq1f1b.PipelineState(self.engine, self.optimizer)}
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        unit = f"F{self.calls_of_loss // K}.{self.calls_of_loss % K}"
-        self.calls_of_loss += 1
-        if self.trap_loss is not None and self.trap_loss.unit == unit:
-            self.strike(self.trap_loss)
-        return cross_entropy(output, target)
-
     def do_step(self, mine: Fault | None, which: int, result: Outcome) -> None:
         tokens, target = self.batches[which]
-        self.stage.calls = self.calls_of_loss = 0
+        self.stage.calls = 0
         for parameter in self.engine.parameters():
             parameter.grad = None
         if mine is not None and mine.kind == "evaluates":
@@ -350,43 +337,11 @@ class Rank:
 
     def do_eval(self, mine: Fault | None, which: int, result: Outcome) -> None:
         tokens, target = self.batches[which]
-        self.stage.calls = self.calls_of_loss = 0
+        self.stage.calls = 0
         if mine is not None:
             self.arm(mine)
         losses = self.engine.eval(tokens, target=target)
         result.wrong = self._loss_difference(self.truth[which][0], losses)
-
-    def do_twice(self, mine: Fault | None, which: int, result: Outcome) -> None:
-        """Two steps that one rank ends before they begin: the others hear of each."""
-        tokens, target = self.batches[which]
-        for _ in range(2):
-            self.stage.calls = self.calls_of_loss = 0
-            try:
-                self.engine.step(tokens, target=target, segment_sizes=None if mine is None else [[0]] * M)
-            except (ValueError, seq1f1b.PipelineError) as error:
-                last = error
-            else:
-                result.wrong = "it has trained without a rank"
-                return
-        raise last
-
-    def do_clip(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        self.engine.clip_grad_norm_(1.0, 2.0 if mine is None else "no number")
-
-    def do_gather(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        self.engine.all_gather_object(0 if mine is None else object())
-
-    def do_report(self, mine: Fault | None, _: Any, __: Outcome) -> None:
-        if mine is not None:  # between two calls, and told to nobody: it comes to its next step without the others
-            raise ValueError("injected")
-        self.engine.report(gather=True)
-
-    def do_verify(self, mine: Fault | None, which: int, _: Outcome) -> None:
-        tokens, target = self.batches[which]
-        self.stage.calls = self.calls_of_loss = 0
-        if mine is not None:
-            self.stage.at, self.stage.trap = "F0.0", lambda: self.strike(mine)
-        self.engine.verify(tokens, target=target, show=False)
 
     def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
         try:
