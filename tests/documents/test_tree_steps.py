@@ -244,8 +244,7 @@ def test_a_loss_of_several_tokens_is_right_where_each_answer_is_alone(form, size
         group=LoopbackGroup(1)[0],
     )  # fmt: skip
     given = {"target": y, "segment_sizes": sizes, "parents": parents}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         engine.step(x, **given)
     assert any(", the loss" in str(warning.message) for warning in caught) != is_right
     assert engine.verify(x, show=False, **given).ok == is_right

@@ -320,8 +320,7 @@ def parts(rank: int, world: int) -> None:
             if part is not stage.head or not left_out:
                 fully_shard(part, mesh=mesh)
         stage.head.requires_grad_(left_out != "frozen")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             make(stage)
         told = [str(w.message) for w in caught if "fully_shard" in str(w.message)]
         assert len(told) == (left_out == "head") and all("'head.weight'" in text for text in told)

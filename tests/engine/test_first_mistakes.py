@@ -33,8 +33,7 @@ def told(tokens: Any, target: Any, *, ranks: int = 2, everywhere: bool = False, 
         for _ in range(2):
             engine.step(tokens if has_first else None, target=target if has_last else None, segment_sizes=sizes)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run_ranks(ranks, run)
     return [str(warning.message) for warning in caught if "targets" in str(warning.message)]
 
@@ -168,8 +167,7 @@ def test_batches_that_do_not_belong_together_are_told(name: str) -> None:
         for _ in range(2):
             engine.step(given.get("inputs"), target=given.get("target"), kwargs=kwargs)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run_ranks(3, run)
     found = [str(warning.message) for warning in caught if issubclass(warning.category, seq1f1b.SegmentWarning)]
     assert all(text.startswith(f"ranks 0 and 2 are given {name} of different batches") for text in found)

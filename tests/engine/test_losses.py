@@ -144,8 +144,7 @@ def test_a_sum_and_its_divisor(name: str, options: dict[str, Any]) -> None:
     loss_fn, target = TARGETS[name][0], TARGETS[name][1]()
     stages = make_model()
     expected = whole_gradients(stages, loss_fn, target)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         check(train(stages, loss_fn, target, **options), expected)
 
 
@@ -357,8 +356,7 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_a_right_loss_is_not_blamed(name: str) -> None:
     loss_fn, target, options = RIGHT[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SegmentWarning)
+    with warnings.catch_warnings(action="error", category=SegmentWarning):
         warnings.filterwarnings("ignore", message="micro-batches count different")
         train(make_model(head=not isinstance(loss_fn, Head)), loss_fn, target(), **options)
 
@@ -540,8 +538,7 @@ def test_the_mean_of_means_is_told_once() -> None:
     ],
 )
 def test_nothing_is_told_where_it_was_said(loss_fn: Any, target: str, options: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(make_model(), loss_fn, BATCH[target], **options)
 
 

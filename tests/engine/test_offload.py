@@ -270,8 +270,7 @@ def test_arguments(tmp_path: Path) -> None:
         engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path, units="all"))
     assert engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path)).schedule == moving
     assert engine(memory=Memory(offload=tmp_path, units="none")).schedule == engine().schedule
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert "O0.0" in engine(memory=Memory(offload=str(tmp_path))).schedule.to_text()
     assert {p.name for p in tmp_path.iterdir()} == {"file"}
 

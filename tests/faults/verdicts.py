@@ -150,8 +150,7 @@ class Trial:
 
     def error(self) -> float | None:
         """How far gradients in segments are from those of the whole; None if there are no stages."""
-        with default_dtype(torch.float64), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with default_dtype(torch.float64), warnings.catch_warnings(action="ignore"):
             return self._error()
 
     def _error(self) -> float | None:
@@ -182,8 +181,7 @@ class Trial:
     def verdict(self) -> Verdict:
         """Asks look, verify and split."""
         split = NOTHING if self.model.cut is not None and self.model.is_split else NOT_ASKED
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 _, stages = self.made(self.model.dtype)
             except ValueError as refusal:
@@ -195,8 +193,7 @@ class Trial:
         return Verdict(self.error(), look, self.verify(), split)
 
     def look(self, stages: Stages) -> str:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 self.run(stages, PipelineEngine.step)
             except (ValueError, RuntimeError) as error:
@@ -210,8 +207,7 @@ class Trial:
         whole, stages = self.made(self.model.dtype)
         given = {"show": False, **({"model": whole} if self.model.has_whole else {})}
         call = lambda engine, x, **step: engine.verify(x, **step, **given)  # noqa: E731
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 result = self.run(stages, call, attention="any")[0]
             except (ValueError, RuntimeError) as error:  # a PipelineError is one, too
