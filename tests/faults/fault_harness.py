@@ -6,10 +6,8 @@ a rank a new group starts, and loads the newest complete checkpoint of the one b
 
     python tests/faults/fault_harness.py --faults 1000 --seed 1
 
-Groups whose rank 0 holds the store begin for one fault and end with it.
-
 Messages that are not what was sent: tests/fuzz/fuzz_message.c and tests/c/test_p2p.c. Many errors in a row, between
-steps too: tests/transport/test_pairing.py.
+steps too: tests/transport/test_pairing.py. A rank that is lost with the store that it holds: tests/engine/test_exit.py.
 
 Exits with 1 if anything was found.
 """
@@ -23,7 +21,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -49,7 +46,6 @@ from seq1f1b.table import table_text
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
 DEADLINE = 25.0  # of one command: who has not answered then never will
 ATTEMPTS = 8  # steps in which ranks must have met again
-HOLDER = ("holder stopped", "holder killed")  # rank 0, whose process holds the store
 LANES = [(kind, schedule) for kind in ("shm", "c10d") for schedule in ("seq1f1b", "seq-zb-h1")]
 # Kinds, with how often each is drawn: those that wait for a time-out cost seconds, those that kill a new group.
 PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -66,8 +62,6 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "call fails": (6, ("step", "eval", "make", "make", "save")),
     "message lost": (2, ("step", "eval")),
     "message late": (1, ("step", "eval")),
-    "holder stopped": (0.7, ("make",)),
-    "holder killed": (0.7, ("make",)),
 }
 # In shared memory a message is a counter: only its sender can be late.
 ONLY_OVER_C10D = ("message lost", "message late")
@@ -84,8 +78,6 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
     )
     if kind in ("interrupt", "stop", "kill") and place == "step":
         passes = "FIW" if split else "FB"
-    if kind in HOLDER:
-        rank = 0
     unit = f"{rng.choice(passes)}{rng.randrange(M)}.{rng.randrange(K)}"
     if kind == "left well":  # in the step's last unit
         rank, unit = (P - 1, f"F{M - 1}.{K - 1}") if place == "eval" else (0, f"{'W' if split else 'B'}{M - 1}.0")
@@ -139,9 +131,9 @@ class Hang(Exception):
 class Group:
     """Three processes, and what they say. After a fault that kills one of them the others are told to end."""
 
-    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path, is_held: bool = False) -> None:
+    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path) -> None:
         self.folder = folder
-        setup = Setup(port, run, lane[0], lane[1], str(folder), is_held)
+        setup = Setup(port, run, lane[0], lane[1], str(folder))
         self.ranks = PipedProcesses(P, serve, setup)
         self.alive = set(range(P))
         self.trapped_at: float | None = None
@@ -157,8 +149,6 @@ class Group:
         for rank in self.alive:
             with contextlib.suppress(BrokenPipeError):  # it has died: that is seen below
                 self.ranks.pipes[rank].send((command, fault, argument))
-        if fault is not None and fault.kind in HOLDER:  # it answers to nothing from here on
-            self.alive.discard(fault.rank)
         return self.collect(set(self.alive), fault)
 
     def collect(self, missing: set[int], fault: Fault | None = None) -> dict[int, Outcome]:
@@ -247,13 +237,10 @@ class Lane:
                 break
             began = time.monotonic()
             try:
-                if fault.kind in HOLDER:
-                    self.hold(fault)
-                else:
-                    if self.group is None:
-                        self.start()
-                    self.fault = fault
-                    self.inject(fault)
+                if self.group is None:
+                    self.start()
+                self.fault = fault
+                self.inject(fault)
             except Hang as hang:
                 self.defect("hangs", f"{hang}\n{self.group.stacks() if self.group else ''}")
                 self.drop()
@@ -394,27 +381,6 @@ class Lane:
                 if not outcome.error:
                     self.defect("wrong", f"rank {rank} ends a step without rank {fault.rank}")
             self.judge_errors(outcomes, set())
-        self.leave()
-
-    def hold(self, fault: Fault) -> None:
-        """In a group of its own, the rank that holds the store is stopped, or killed, while all make an engine."""
-        if self.group is not None:
-            self.leave()
-        self.fault, self.groups = fault, self.groups + 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.group = Group(self.lane, port, f"{self.lane} {self.groups}", self.folder, is_held=True)
-        bare = self.counts()
-        outcomes = self.group.tell("make", fault)
-        for rank, outcome in outcomes.items():
-            if not outcome.error:
-                self.defect("wrong", f"rank {rank} has an engine without rank {fault.rank}")
-        self.judge_errors(outcomes, set(), allowed=2 * TIMEOUT)  # all come, and then a part of set-up
-        self.group.ranks.processes[fault.rank].kill()
-        self.group.ranks.processes[fault.rank].join()
-        time.sleep(0.3)  # what waited for an answer of the store hears that it is gone
-        self.bare = bare
         self.leave()
 
     # -- judgement

@@ -88,18 +88,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks of a group are told as they begin.
-
-    Attributes:
-        port: of the store of the process group; its holder is the harness, or rank 0 if ``is_held``.
-    """
+    """What the ranks of a group are told as they begin; the port is that of the store, which the harness holds."""
 
     port: int
     run: str
     transport: str
     schedule: str
     folder: str
-    is_held: bool = False
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -184,9 +179,9 @@ class Rank:
         if fault.kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)  # the interrupt ends it
-        elif fault.kind in ("stop", "holder stopped"):
+        elif fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.kind in ("kill", "holder killed"):
+        elif fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
     def change_relay(self, fault: Fault) -> None:
@@ -277,9 +272,7 @@ class Rank:
         self.stage = Trapped(self.rank)
         options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
         options |= {"num_microbatches": M, "limits": Limits(TIMEOUT, TIMEOUT)}
-        if mine is not None and mine.kind.startswith("holder") and mine.choice % 2:
-            self.strike(mine)
-        elif mine is not None and mine.kind == "call fails":
+        if mine is not None and mine.kind == "call fails":
             self.make_a_call_fail(mine)
         elif mine is not None and mine.kind == "slow set-up":
             self.slow_down(mine)
@@ -409,9 +402,7 @@ def serve(rank: int, pipe: Connection, setup: Setup) -> None:
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # of checkpoints that are torn
     here = Rank(rank, pipe, setup)
     signal.signal(signal.SIGINT, here.interrupt)
-    is_master = setup.is_held and rank == 0
-    held = dist.TCPStore("127.0.0.1", setup.port, is_master=is_master, wait_for_workers=False)
-    store = dist.PrefixStore(setup.run, held)
+    store = dist.PrefixStore(setup.run, dist.TCPStore("127.0.0.1", setup.port, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
     pipe.send(("done", Outcome(time.monotonic(), time.monotonic())))
     while True:
