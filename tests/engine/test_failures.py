@@ -54,8 +54,7 @@ def step_into_a_trap(
         return found, stage.last_work
     stage.at = ""
     engine.step(TOKENS, target=TARGET)  # until all have met again
-    for parameter in engine.parameters():
-        parameter.grad = None
+    stage.zero_grad()
     engine.step(TOKENS, target=TARGET)
     gradients = {n.removeprefix("stage."): p.grad.numpy() for n, p in engine.named_parameters()}
     engine.close()

@@ -39,8 +39,7 @@ def counts(schedule: str, segments: int, layers: int) -> Counter[str]:
 
     def step() -> None:
         engine.step(x, target=target)
-        for parameter in stage.parameters():
-            parameter.grad = None
+        stage.zero_grad()
 
     for _ in range(2):
         step()

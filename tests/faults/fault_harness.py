@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch.distributed as dist
 from common import header
-from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, Outcome, Setup, serve
+from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, Outcome, serve
 from processes import PipedProcesses, context, shared_memory_names
 from traps import K, M, P
 
@@ -133,8 +133,7 @@ class Group:
 
     def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path) -> None:
         self.folder = folder
-        setup = Setup(port, run, lane[0], lane[1], str(folder))
-        self.ranks = PipedProcesses(P, serve, setup)
+        self.ranks = PipedProcesses(P, serve, port, run, lane, folder)
         self.alive = set(range(P))
         self.trapped_at: float | None = None
         self.collect(set(range(P)))

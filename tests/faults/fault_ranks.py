@@ -86,27 +86,6 @@ class Outcome:
     missed: bool = False
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What the ranks of a group are told as they begin; the port is that of the store, which the harness holds."""
-
-    port: int
-    run: str
-    transport: str
-    schedule: str
-    folder: str
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    return [batch(CONFIG, M, length, size=1, seed=i + 1) for i, length in enumerate(LENGTHS)]
-
-
-def truths() -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses and gradients of the model run whole, by batch."""
-    found = [run_whole(whole_model(CONFIG), tokens, target, M) for tokens, target in batches()]
-    return [([float(loss) for loss in losses], gradients) for losses, gradients in found]
-
-
 class TrappedWriter(dcp.FileSystemWriter):
     """Writes a checkpoint, and calls ``trap`` first."""
 
@@ -122,10 +101,11 @@ class TrappedWriter(dcp.FileSystemWriter):
 class Rank:
     """A process of the group. Every method ``do_...`` is a command of the harness."""
 
-    def __init__(self, rank: int, pipe: Connection, setup: Setup) -> None:
-        self.rank, self.pipe, self.setup = rank, pipe, setup
+    def __init__(self, rank: int, pipe: Connection, **options: str) -> None:
+        self.rank, self.pipe, self.options = rank, pipe, options
         self.engine: Any = None  # a PipelineEngine, between make and close
-        self.batches, self.truth = batches(), truths()
+        self.batches = [batch(CONFIG, M, length, size=1, seed=i + 1) for i, length in enumerate(LENGTHS)]
+        self.truth = [run_whole(whole_model(CONFIG), tokens, target, M) for tokens, target in self.batches]
         self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
         self._interruptible = self._struck = False
         self._striking: threading.Thread | None = None
@@ -270,8 +250,7 @@ class Rank:
         self.state = {}
         gc.collect()
         self.stage = Trapped(self.rank)
-        options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
-        options |= {"num_microbatches": M, "limits": Limits(TIMEOUT, TIMEOUT)}
+        counts: dict[str, Any] = {"num_microbatches": M, "num_segments": K, "limits": Limits(TIMEOUT, TIMEOUT)}
         if mine is not None and mine.kind == "call fails":
             self.make_a_call_fail(mine)
         elif mine is not None and mine.kind == "slow set-up":
@@ -281,7 +260,7 @@ class Rank:
         elif mine is not None:
             self.strike_soon(mine)
         try:
-            self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=cross_entropy, **options)
+            self.engine = PipelineEngine(self.stage, loss_fn=cross_entropy, **counts, **self.options)
         finally:
             descriptors.memory, Meeting.gather = MEMORY, GATHER  # type: ignore[method-assign]  # as they were
         trap_weights(self.engine, self.stage)
@@ -292,8 +271,7 @@ class Rank:
     def do_step(self, mine: Fault | None, which: int, result: Outcome) -> None:
         tokens, target = self.batches[which]
         self.stage.calls = 0
-        for parameter in self.engine.parameters():
-            parameter.grad = None
+        self.stage.zero_grad()
         if mine is not None and mine.kind == "evaluates":
             self.engine.eval(tokens, target=target)
             result.wrong = "it evaluated while others trained"
@@ -322,10 +300,10 @@ class Rank:
             return f"gradients differ by {error:.1e}"
         return self._loss_difference(true_losses, losses)
 
-    def _loss_difference(self, truth: list[float], losses: Any) -> str:
+    def _loss_difference(self, truth: list[Tensor], losses: Any) -> str:
         if self.rank < P - 1:
             return ""
-        error = max(abs(float(loss) - true) for loss, true in zip(losses, truth, strict=True))
+        error = max(abs(float(loss - true)) for loss, true in zip(losses, truth, strict=True))
         return "" if error <= 1e-10 else f"losses differ by {error:.1e}"
 
     def do_eval(self, mine: Fault | None, which: int, result: Outcome) -> None:
@@ -368,7 +346,8 @@ class Rank:
     def do_counts(self, _: Fault | None, __: Any, ___: Outcome) -> dict[str, Any]:
         """Descriptors by what they are, threads, and mappings of the pipeline's shared memory."""
         gc.collect()
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+        paths = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        links = [os.readlink(path) for path in paths if os.path.islink(path)]  # the folder itself is closed by now
         kinds = [link.split(":")[0].split("_")[0] for link in links]
         mapped = Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
         return {
@@ -387,22 +366,18 @@ class Rank:
         gc.collect()
 
 
-def _is_open(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
-
-
-def serve(rank: int, pipe: Connection, setup: Setup) -> None:
-    """Runs in a process of its own until the harness says "quit", or is gone."""
+def serve(rank: int, pipe: Connection, port: int, run: str, lane: tuple[str, str], folder: Path) -> None:
+    """Runs in a process of its own until the harness, which holds the store at the port, says "quit", or is gone."""
     torch.set_num_threads(1)
-    own = Path(setup.folder) / f"temporary-{rank}"
+    own = folder / f"temporary-{rank}"
     own.mkdir(exist_ok=True)
     tempfile.tempdir = str(own)
-    stacks = open(Path(setup.folder) / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the whole life
+    stacks = open(folder / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the whole life
     faulthandler.register(signal.SIGUSR1, file=stacks)
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # of checkpoints that are torn
-    here = Rank(rank, pipe, setup)
+    here = Rank(rank, pipe, transport=lane[0], schedule=lane[1])
     signal.signal(signal.SIGINT, here.interrupt)
-    store = dist.PrefixStore(setup.run, dist.TCPStore("127.0.0.1", setup.port, wait_for_workers=False))
+    store = dist.PrefixStore(run, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
     pipe.send(("done", Outcome(time.monotonic(), time.monotonic())))
     while True:
