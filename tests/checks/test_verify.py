@@ -291,10 +291,6 @@ def not_in_segments(self: Any, y: Tensor) -> Tensor:
     return y * (math.nan if y.shape[1] < 40 and seq1f1b.token_offset() else 1.0)
 
 
-def words_that_do_not_exist(self: Any, y: Tensor) -> Tensor:
-    return y.masked_fill(torch.arange(29) > 26, -math.inf)
-
-
 def half_masked() -> Tensor:
     target = mixers_batch()[1].clamp(max=26)
     target[: len(target) // 2] = -100
@@ -347,6 +343,9 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         lambda: [stage.half() for stage in faulty(last=lambda self, y: y + self.scale * 300 * 300 * 0)], {},
         NAN + r"stage 1, itself \(Faulty\) returns", "",
     ),
-    "seen by no gradient": (lambda: faulty(last=words_that_do_not_exist), {"target": half_masked()}, "", ""),
+    "seen by no gradient": (  # words that do not exist
+        lambda: faulty(last=lambda self, y: y.masked_fill(torch.arange(29) > 26, -math.inf)),
+        {"target": half_masked()}, "", "",
+    ),
     "in segments alone": (lambda: faulty(not_in_segments), {}, "state across tokens", ""),
 }  # fmt: skip

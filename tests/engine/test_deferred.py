@@ -316,11 +316,6 @@ def test_embeddings_add_the_rows_of_their_tokens(which, dtype, schedule):
 # -- who else looks at gradients ---------------------------------------------------------------------------------------
 
 
-def clamp(seen, m):
-    """Not linear: of parts it makes another sum."""
-    m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3))
-
-
 def sign_after(seen, m):
     def hook(weight):
         seen.append(weight.grad.clone())
@@ -333,19 +328,6 @@ def of_a_node(seen, m):
     """It lives as long as somebody keeps the node."""
     m.node = get_gradient_edge(m.up.weight).node
     m.node.register_hook(lambda _, gradients: seen.append(gradients[0]))
-
-
-def several(seen, m):
-    m.handle = register_multi_grad_hook([m.up.weight, m.side.weight], lambda gs: seen.extend(gs))
-
-
-def of_a_leaf(seen, m):
-    m.leaf.register_hook(lambda g: seen.append(g) or g.sign())
-
-
-def of_a_module(seen, m):
-    """It reads the gradient that the unit has added."""
-    m.down.register_full_backward_hook(lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()]))
 
 
 def between_the_passes(seen, m):
@@ -363,12 +345,27 @@ USES = {
     "shared": lambda m, x: m.up(x) * m.leaf + m.shared(torch.tanh(x)) + m.side(x),
     "by a function": lambda m, x: F.linear(x, m.up.weight) * m.leaf + m.up(x.sin()) + m.up.weight.norm() + m.side(x),
 }
-HOOKS = [clamp, sign_after, of_a_node, several, of_a_leaf, of_a_module]
+HOOKS = {
+    # Not linear: of parts it makes another sum.
+    "clamp": lambda seen, m: m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3)),
+    "sign after": sign_after,
+    "of a node": of_a_node,
+    "several": lambda seen, m: setattr(
+        m, "handle", register_multi_grad_hook([m.up.weight, m.side.weight], seen.extend)
+    ),
+    "of a leaf": lambda seen, m: m.leaf.register_hook(lambda g: seen.append(g) or g.sign()),
+    # It reads the gradient that the unit has added.
+    "of a module": lambda seen, m: m.down.register_full_backward_hook(
+        lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()])
+    ),
+    "between the passes": between_the_passes,
+}
+ADDED = [case for case in itertools.product(HOOKS, ROUTES) if "between" not in case[0] or case[1] == "one call"]
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("add", "route"), [*itertools.product(HOOKS, ROUTES), (between_the_passes, "one call")])
-def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
+@pytest.mark.parametrize(("name", "route"), ADDED)
+def test_hooks_see_what_they_see_in_whole_backwards(name, use, route):
     """As often, and what they return counts."""
 
     def run(schedule):
@@ -376,7 +373,7 @@ def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
         module.shared = nn.Linear(HIDDEN, 12).double()
         module.shared.weight = module.up.weight
         module.leaf = torch.linspace(0, 1, 12, dtype=torch.float64, requires_grad=True)
-        add(seen, module)
+        HOOKS[name](seen, module)
         engine_of(module, schedule=schedule).step(x, target=target)
         return [*seen, module.leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 

@@ -18,7 +18,7 @@ from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of
 from torch import nn
 from traps import CONFIG, K, M, P, Trapped, trap_weights
 
-from seq1f1b import Limits, PipelineEngine, PipelineError
+from seq1f1b import Limits, PipelineEngine
 
 LENGTH = 8
 TOKENS, TARGET = batch(CONFIG, M, LENGTH, size=1)
@@ -268,11 +268,6 @@ def test_an_error_that_comes_after_one_of_the_next_step(tmp_path: Path, kind: st
     told = ("PipelineError", "rank 0 ended the step: [0]F0.0: ValueError: no such token")
     assert third[0] == third[1] == second[1] == told
     assert first[2] == second[2] == third[2] == ("", "")
-
-
-def test_a_pipeline_error_is_a_runtime_error() -> None:
-    assert issubclass(PipelineError, RuntimeError)
-    assert (PipelineError.rank, PipelineError.unit, PipelineError.edge) == (None, None, None)
 
 
 # -- a rank that gives up between two steps ----------------------------------------------------------------------------

@@ -95,10 +95,6 @@ def sparse_gradient(m: Any, x: Tensor) -> Tensor:
     return torch.gather(rows, 1, torch.arange(HIDDEN).expand(len(rows), -1), sparse_grad=True).view_as(x)
 
 
-def sparse_and_dense(m: Any, x: Tensor) -> Tensor:
-    return m.b(x) + F.embedding(torch.arange(3), m.b.weight, sparse=True).sum(0)
-
-
 def norm(z: Tensor) -> Tensor:
     return F.gelu(z).square().sum()
 
@@ -110,7 +106,7 @@ KINDS: dict[str, Any] = {
     "jagged": lambda m, x: in_list(m, x, torch.jagged),
     "forward mode": forward_mode,
     "sparse gradient": sparse_gradient,
-    "gradients of both layouts": sparse_and_dense,
+    "gradients of both layouts": lambda m, x: m.b(x) + F.embedding(torch.arange(3), m.b.weight, sparse=True).sum(0),
     "sparse buffer": lambda m, x: mixed(m, x, m.mix),
     "csr sparse buffer": lambda m, x: mixed(m, x, m.mix),
     "sparse parameter": lambda m, x: mixed(m, x, m.other),
