@@ -19,13 +19,6 @@ from seq1f1b.testing import run_ranks
 LENGTH = 16
 
 
-def gradients_of(engines_or_results):
-    merged = {}
-    for found in engines_or_results:
-        merged.update(found)
-    return merged
-
-
 def grads(engine):
     return {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
 
@@ -125,7 +118,7 @@ def test_clipping_is_that_of_one_process_bit_for_bit(ranks, per_rank, dtype, nor
         return before, norm, grads(engine)
 
     results = run_ranks(ranks, run)
-    before, after = gradients_of(r[0] for r in results), gradients_of(r[2] for r in results)
+    before, after = ({name: g for result in results for name, g in result[i].items()} for i in (0, 2))
     assert before.keys() == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad = before[name].clone()

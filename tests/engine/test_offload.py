@@ -479,10 +479,6 @@ def test_killed_at_any_moment_nothing_is_left(tmp_path: Path) -> None:
     assert done.stdout == "killed 20\n", done.stderr
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset then ends what is under way, after few of 8 GB."""
     written: list[int] = []
@@ -494,15 +490,12 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "pwrite", counted)
 
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     loads, part = Loads(tmp_path), torch.zeros(64 << 20, dtype=torch.uint8)
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         loads.tier.out(1, [part.untyped_storage()] * 128)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             loads.tier.wait(1)
         loads.tier.reset()
         loads.out(1, [5000])

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -448,11 +449,8 @@ def main() -> int:
             Lane(lane, faults, found, launchers.port, Path(folder) / str(i))
             for i, (lane, faults) in enumerate(zip(LANES, plan(options.faults, options.seed), strict=True))
         ]
-        threads = [threading.Thread(target=lane.run, args=(until,)) for lane in lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            list(pool.map(Lane.run, lanes, [until] * len(lanes)))
     names = shared_memory_names() - names_before
     if names:
         found.defect("leftovers", None, ("shm", ""), f"names of shared memory: {sorted(names)}")
