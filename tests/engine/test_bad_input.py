@@ -319,7 +319,6 @@ AT_UNIT: list[tuple[Callable[..., Any], str]] = [
         in_unit(1, lambda stage, x: None),
         r"TypeError: ^\[0\]F0.1: a stage must return a tensor or a tuple of tensors, stage 0 returned NoneType",
     ),
-    (in_unit(0, lambda stage, x: {"hidden": stage(x)}), r"TypeError: ^\[0\]F0.0: .* returned dict"),
     (in_unit(0, lambda stage, x: (stage(x), 3)), "TypeError: returned int"),
     (in_unit(0, like_dtensor), r"TypeError: returned a DTensor; return its to_local\(\)"),
     (

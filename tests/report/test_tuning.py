@@ -185,15 +185,11 @@ def test_where_reruns_are_to_be_equal_nothing_is_tuned() -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    model = whole_model(CONFIG)
-
-    def make(group: Any, **options: Any) -> None:
-        engine_of(group, model, **options)
-
+    model, group = whole_model(CONFIG), seq1f1b.LoopbackGroup(1)[0]
     with pytest.raises(ValueError, match=r"schedule='tuned' finds the number of segments"):
-        make(seq1f1b.LoopbackGroup(1)[0], num_segments=2, segment_sizes=[64, 64])
+        engine_of(group, model, num_segments=2, segment_sizes=[64, 64])
     with pytest.raises(ValueError, match=r"there is no schedule named .tunde.*did you mean .tuned"):
-        make(seq1f1b.LoopbackGroup(1)[0], schedule="tunde")
+        engine_of(group, model, schedule="tunde")
 
 
 def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
