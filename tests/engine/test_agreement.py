@@ -26,6 +26,7 @@ from seq1f1b.transport.agreement import check_agreement
 M, K, LENGTH = 2, 2, 8
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
 TOKENS, TARGET = batch(CONFIG, 4, LENGTH, size=1)
+HEAD = VocabularyParallelHead(8, 11, rank=0, num_ranks=2)
 SHAPES = [ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, ffn=ffn, vocab=11) for ffn in (8, 16)]
 
 # options of rank 0 and of rank 1, and what the error of both says
@@ -69,11 +70,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss": Loss(scale_grads=False)}, {}, "Loss.scale_grads differs .*: False on rank 0; True on rank 1"),
     ({}, {"memory": Memory(recompute="all")}, "Memory.recompute differs .*: 'none' on rank 0; 'all' on rank 1"),
     (
-        {"loss_fn": VocabularyParallelHead(4, 9)},
-        {"loss_fn": VocabularyParallelHead(4, 9, z_loss=0.5)},
+        {"loss_fn": HEAD},
+        {"loss_fn": VocabularyParallelHead(8, 11, rank=1, num_ranks=2, z_loss=0.5)},
         r"loss_fn differs .*z_loss=0\.0",
     ),
-    ({"loss_fn": VocabularyParallelHead(4, 9)}, {}, "loss_fn differs .*no VocabularyParallelHead on rank 1"),
+    ({"loss_fn": HEAD}, {}, "loss_fn differs .*no VocabularyParallelHead on rank 1"),
     ({"sequence_parallel": (0, 2)}, {}, r"sequence_parallel differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1"),
 ]
 
