@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ class Mutation(NamedTuple):
     file: str
     line: str  # a part of one, which the file holds once
     instead: str
-    tests: str  # folders, files or tests, of the ring's folders alone
+    tests: str  # folders, files or tests, of the ring's folders alone; and options, as a shell reads them
 
 
 MUTATIONS = {
@@ -84,7 +85,7 @@ MUTATIONS = {
         file="seq1f1b/transport/restart.py",
         line="if all(other == view for",
         instead="if any(other == view for",
-        tests="tests/transport/test_restarts.py -k agree_on_a_name",
+        tests='tests/transport/test_restarts.py -k agree_on_a_name -m "slow and not full"',
     ),
     "a recomputation that saves time": Mutation(
         ring="planner",
@@ -104,7 +105,7 @@ MUTATIONS = {
 
 
 def fails(tree: Path, tests: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *shlex.split(tests)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tree)})
     if done.returncode not in (0, 1):
         raise SystemExit(f"{tests} neither pass nor fail:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

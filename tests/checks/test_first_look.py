@@ -252,8 +252,7 @@ class OfOneLength(Net):
 def not_compared(engine: PipelineEngine) -> Told:
     """What two steps and an evaluation say of what they do not look at."""
     tokens, target = batch()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for call in (engine.step, engine.step, engine.eval):
             call(tokens, target=target)
     return [str(warning.message) for warning in caught if "was not compared in segments" in str(warning.message)]

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from as_found import as_found
 from mixers import HIDDEN, Mixer, Net, attention, pooling, told_by, torchs_attention
 from mixers import batch as mixers_batch
-from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import PipelineEngine, SegmentWarning, verify_stage
@@ -138,15 +136,6 @@ def test_everything_is_as_it_was(dtype, fails):
     module.fails = False
     engine.step(tokens, target=target)  # and the engine goes on
     assert hooked
-
-
-def refused(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="under DDP or FSDP2: verify an engine over the bare"):
-        verified(DistributedDataParallel(Net(Mixer(attention))))
-
-
-def test_ddp_is_not_verified():
-    run_processes(2, refused)
 
 
 def test_a_refusal_is_heard_on_every_rank():
@@ -302,10 +291,6 @@ def not_in_segments(self: Any, y: Tensor) -> Tensor:
     return y * (math.nan if y.shape[1] < 40 and seq1f1b.token_offset() else 1.0)
 
 
-def words_that_do_not_exist(self: Any, y: Tensor) -> Tensor:
-    return y.masked_fill(torch.arange(29) > 26, -math.inf)
-
-
 def half_masked() -> Tensor:
     target = mixers_batch()[1].clamp(max=26)
     target[: len(target) // 2] = -100
@@ -358,6 +343,9 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         lambda: [stage.half() for stage in faulty(last=lambda self, y: y + self.scale * 300 * 300 * 0)], {},
         NAN + r"stage 1, itself \(Faulty\) returns", "",
     ),
-    "seen by no gradient": (lambda: faulty(last=words_that_do_not_exist), {"target": half_masked()}, "", ""),
+    "seen by no gradient": (  # words that do not exist
+        lambda: faulty(last=lambda self, y: y.masked_fill(torch.arange(29) > 26, -math.inf)),
+        {"target": half_masked()}, "", "",
+    ),
     "in segments alone": (lambda: faulty(not_in_segments), {}, "state across tokens", ""),
 }  # fmt: skip

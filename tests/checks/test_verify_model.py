@@ -124,10 +124,6 @@ def test_right_stages_are_the_model(dtype):
 # -- ways to lose something of a model ---------------------------------------------------------------------------------
 
 
-def another_order(first: Model, last: Model) -> None:
-    first.blocks._modules = dict(reversed(first.blocks._modules.items()))
-
-
 def untied(first: Model, last: Model) -> None:
     for stage in (first, last):
         del stage.tied_parameters
@@ -137,18 +133,6 @@ def untied_and_trained(first: Model, last: Model) -> None:
     untied(first, last)
     with torch.no_grad():
         last.head.weight += 0.1
-
-
-def unhooked(first: Model, last: Model) -> None:
-    first.blocks[1]._forward_hooks.clear()
-
-
-def frozen(first: Model, last: Model) -> None:
-    last.get_parameter("blocks.2.up.weight").requires_grad_(False)
-
-
-def without_autocast(first: Model, last: Model) -> None:
-    first.autocasts = last.autocasts = False
 
 
 def of(stage: int, path: str, **values: Any) -> Callable[[Model, Model], None]:
@@ -162,7 +146,7 @@ def of(stage: int, path: str, **values: Any) -> Callable[[Model, Model], None]:
 
 
 # what is planted, and what the result says of it
-PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
+PLANTED: dict[str, tuple[Callable[[Model, Model], Any], str]] = {
     "no_grad": (of(0, "", grad_of_side=False), "the cut: forwards agree and gradients do not, .* stage 0: side"),
     "scale": (of(0, "", scale=1.0), "the cut: .*is the first module that returns something else"),
     "eps": (of(1, "norm", eps=1e-3), r"the cut: norm \(LayerNorm\) is the first module"),
@@ -173,13 +157,22 @@ PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
     "dropout": (of(0, "blocks.0.drop", p=0.0), r"dropout: with p = 0\.1 the stages drop \d+ numbers"),
     "mode": (of(1, "blocks.2.drop", training=False), r"dropout: with p = 0\.1 .* the training mode"),
     "final norm": (of(1, "", has_norm=False), r"the cut: head \(Linear\)"),
-    "order of blocks": (another_order, r"the cut: blocks\.0"),
+    "order of blocks": (
+        lambda first, last: setattr(first.blocks, "_modules", dict(reversed(first.blocks._modules.items()))),
+        r"the cut: blocks\.0",
+    ),
     "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value, .*: gain"),
     "constant": (of(1, "", shift=torch.full((HIDDEN,), 0.3)), r"the cut: head \(Linear\)"),
-    "hook": (unhooked, r"the cut: blocks\.1 \(Block\)"),
-    "autocast": (without_autocast, "precision: rounding makes an error of .* as under torch.autocast"),
+    "hook": (lambda first, last: first.blocks[1]._forward_hooks.clear(), r"the cut: blocks\.1 \(Block\)"),
+    "autocast": (
+        lambda *stages: [setattr(stage, "autocasts", False) for stage in stages],
+        "precision: rounding makes an error of .* as under torch.autocast",
+    ),
     "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to torch"),
-    "frozen": (frozen, r"frozen parameters: requires_grad differs in the model: blocks\.2\.up\.weight"),
+    "frozen": (
+        lambda first, last: last.get_parameter("blocks.2.up.weight").requires_grad_(False),
+        r"frozen parameters: requires_grad differs in the model: blocks\.2\.up\.weight",
+    ),
 }  # fmt: skip
 
 
@@ -390,41 +383,30 @@ def test_forms_of_what_a_model_returns(whole, stage):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def more(model: Model) -> Any:
-    model.more = nn.Linear(2, 2)
-    return model
-
-
-def less(model: Model) -> Any:
-    del model.side
-    return model
-
-
-def wider(model: Model) -> Any:
-    model.side = nn.Linear(HIDDEN, HIDDEN + 1)
-    return model
-
-
 class Raises(Model):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("not here")
 
 
-def raises(model: Model) -> Any:
-    model.__class__ = Raises
-    return model
-
-
-# What is done to the model, and what every rank hears
+# What is done to the model, or given in its place, and what every rank hears
 REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
-    "more": (more, "the model has what no stage holds: more.weight, more.bias"),
-    "less": (less, r"stages hold what the model lacks: side.weight \(stage 0, rank 0\), side.bias"),
-    "shape": (wider, r"side.weight is \(16, 16\) in stage 0, \(17, 16\) in the model"),
+    "more": (
+        lambda model: setattr(model, "more", nn.Linear(2, 2)),
+        "the model has what no stage holds: more.weight, more.bias",
+    ),
+    "less": (
+        lambda model: delattr(model, "side"),
+        r"stages hold what the model lacks: side.weight \(stage 0, rank 0\), side.bias",
+    ),
+    "shape": (
+        lambda model: setattr(model, "side", nn.Linear(HIDDEN, HIDDEN + 1)),
+        r"side.weight is \(16, 16\) in stage 0, \(17, 16\) in the model",
+    ),
     "kind": (lambda model: [model], "rank 0: model must be a torch.nn.Module, the whole one, .* got list"),
     "meta": (lambda model: copy.deepcopy(model).to("meta"), "rank 0: the model lies on the meta device"),
-    "on another rank alone": (lambda model: model, r"rank 0: model must be a torch\.nn\.Module, .* got NoneType"),
-    "no loss on rank 0": (lambda model: model, r"rank 0: .* give this rank's engine loss_fn, too"),
-    "does not run": (raises, "the whole model does not run: .*not here"),
+    "on another rank alone": (lambda model: None, r"rank 0: model must be a torch\.nn\.Module, .* got NoneType"),
+    "no loss on rank 0": (lambda model: None, r"rank 0: .* give this rank's engine loss_fn, too"),
+    "does not run": (lambda model: setattr(model, "__class__", Raises), "the whole model does not run: .*not here"),
 }
 
 
@@ -433,7 +415,7 @@ def test_what_is_refused_on_every_rank(name):
     change, text = REFUSED[name]
     model = make_model()
     stages = stages_of(model)
-    whole = change(model)
+    whole = change(model) or model
     tokens, target = given()
 
     def run(group: Any) -> int:

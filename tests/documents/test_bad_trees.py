@@ -1,4 +1,4 @@
-"""Is a tree that breaks a rule told before it does harm, on every rank, and does the next step run?"""
+"""Are rows or trees that break a rule told before they do harm, on every rank, and does the next step run?"""
 
 from __future__ import annotations
 
@@ -13,18 +13,47 @@ from torch import Tensor
 from tree_runs import CONFIG, Trees, data_of
 
 import seq1f1b
-from seq1f1b import Limits, LoopbackGroup, PipelineEngine, PipelineError, ScheduleError, build_schedule
+from seq1f1b import Limits, LoopbackGroup, PipelineEngine, PipelineError, Schedule, ScheduleError, build_schedule
 from seq1f1b.testing import run_ranks
 
 
-def step_alone(sizes: Any, parents: Any, **options: Any) -> None:
+def step_alone(sizes: Any, parents: Any = None, lengths: tuple[int, ...] = (9,), **options: Any) -> None:
     model, options = whole_model(CONFIG), {"loss_fn": cross_entropy, **options}
-    engine = PipelineEngine(model, num_microbatches=1, group=LoopbackGroup(1)[0], **options)
-    tokens = torch.zeros(1, 9, dtype=torch.long)
+    engine = PipelineEngine(model, num_microbatches=len(lengths), group=LoopbackGroup(1)[0], **options)
+    tokens = [torch.zeros(1, length, dtype=torch.long) for length in lengths]
     try:
-        engine.step([tokens], target=[tokens], segment_sizes=sizes, parents=parents)
+        engine.step(tokens, target=tokens, segment_sizes=sizes, parents=parents)
     finally:
         engine.close()
+
+
+def order_of(num_segments: Any) -> Schedule:
+    return build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=num_segments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "error", "message"),
+    [
+        ([], {}, TypeError, "must be a list: for every micro-batch"),
+        ("balanced", {}, TypeError, "must be a list: for every micro-batch"),
+        ([3, 2], {}, TypeError, r"segment_sizes\[0\] of a step must be a list of token counts, got int"),
+        ([[3, 2], []], {}, ValueError, r"segment_sizes\[1\] is empty"),
+        ([[3, 0], [4]], {}, ValueError, r"segment_sizes\[0\]\[1\] is 0, must be at least 1"),
+        ([[3, -2], [4]], {}, ValueError, r"segment_sizes\[0\]\[1\] is -2"),
+        ([[3, 2.0], [4]], {}, TypeError, r"segment_sizes\[0\]\[1\] must be an int, got float"),
+        ([[3, 2**62], [4]], {}, ValueError, r"segment_sizes\[0\]\[1\] is 4611686018427387904, must be at most"),
+        ([[3, 2]], {}, ValueError, "is a list of 2 micro-batches, the engine runs 1"),
+        ([[3, 2], [4], [1]], {}, ValueError, "is a list of 2 micro-batches, the engine runs 3"),
+        ([[3, 3], [4]], {}, ValueError, r"inputs of micro-batch 0 of shape \(1, 5\) has no dimension 1 of 6 tokens"),
+        ([[3, 2], [4, 1]], {}, ValueError, r"inputs of micro-batch 1 of shape \(1, 4\) has no dimension 1 of 5 tokens"),
+        ([[3, 2], [4]], {"schedule": order_of(1)}, ValueError, "give the engine the name of a schedule"),
+        ([[3, 2], [4]], {"schedule": order_of([2, 1])}, ValueError, "is for rows of unequal segments: give its name"),
+        ([[3, 2], [4]], {"schedule": "breadth-first"}, ScheduleError, "needs the same k for all micro-batches"),
+    ],
+)
+def test_bad_rows(sizes: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        step_alone(sizes, lengths=(5, 4), **options)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +91,12 @@ def test_engines_that_take_no_trees() -> None:
     with pytest.raises(ValueError, match=r"parents are not for ranks that share .* \(sequence_parallel=\)"):
         step_alone([[5, 4]], [[-1, 0]], sequence_parallel=(0, 1 + 1))
     with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):
-        engine = PipelineEngine(
-            whole_model(CONFIG), num_microbatches=2, schedule="breadth-first", group=LoopbackGroup(1)[0]
-        )
-        tokens = [torch.zeros(1, 5, dtype=torch.long)] * 2
-        engine.step(tokens, segment_sizes=[[3, 1, 1], [5]], parents=[[-1, 0, 0], None])
-
-
-def of_chains(**counts: Any) -> Any:
-    """A callable of somebody who knows of no trees: it builds what it is asked for without parents."""
-    counts.pop("parents", None)
-    return build_schedule("seq1f1b", **counts)
+        step_alone([[3, 1, 1], [5]], [[-1, 0, 0], None], lengths=(5, 5), schedule="breadth-first")
 
 
 def test_a_callable_that_loses_the_parents() -> None:
+    """It builds what it is asked for, as somebody writes it who knows of no trees."""
+    of_chains = lambda parents=None, **counts: build_schedule("seq1f1b", **counts)  # noqa: E731
     with pytest.raises(ValueError, match=r"a callable that built an order with parents None, .* hand parents= to"):
         step_alone([[4, 3, 2]], [[-1, 0, 0]], schedule=of_chains)
 

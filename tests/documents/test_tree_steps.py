@@ -1,7 +1,11 @@
-"""Does a step of trees train as the whole model does on every path alone, whatever else the engine does meanwhile?"""
+"""Does a step of trees train as the whole model does on every path alone, whatever else the engine does meanwhile?
+
+Steps of rows and of trees of every kind are drawn by tests/engine/test_random_steps.py.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from dataclasses import replace
@@ -15,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tree_runs import (
     CONFIG,
     Trees,
+    cut,
     data_of,
     random_tree,
     random_trees,
@@ -239,14 +244,41 @@ def test_a_loss_of_several_tokens_is_right_where_each_answer_is_alone(form, size
         group=LoopbackGroup(1)[0],
     )  # fmt: skip
     given = {"target": y, "segment_sizes": sizes, "parents": parents}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         engine.step(x, **given)
     assert any(", the loss" in str(warning.message) for warning in caught) != is_right
     assert engine.verify(x, show=False, **given).ok == is_right
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_many_steps_of_rows_leave_nothing_behind() -> None:
+    """60 steps, no two alike: no descriptor more, at most 16 orders, slabs as large as the longest row needs."""
+    rng = random.Random(3)
+    longest = [[10, 10, 10, 10], [20, 20], [40], *[[1]] * 6]
+    model = whole_model(CONFIG)
+    steps: list[Any] = [longest]
+    for _ in range(60):
+        lengths = [rng.randint(1, 30) for _ in range(rng.randint(1, 7))]
+        steps.append([cut(rng, length, rng.randint(1, min(4, length))) for length in lengths])
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            stage_of(model, CONFIG, group.rank, 2), num_microbatches=1, loss_fn=cross_entropy, group=group
+        )
+        seen = []
+        for rows in steps:
+            tokens, targets = data_of(Trees(rows, [None] * len(rows)), size=1)
+            engine.step(tokens, target=targets, segment_sizes=rows)
+            seen.append((engine.report().kv_bytes, len(os.listdir("/proc/self/fd"))))
+        assert len(engine._runner.orders) == 16
+        return seen
+
+    for seen in run_ranks(2, run):
+        kv_bytes, descriptors = zip(*seen, strict=True)
+        assert kv_bytes[-1] <= 7 / 3 * kv_bytes[0]  # a step of more short rows may hold more slots
+        assert max(descriptors[20:]) <= descriptors[20] + 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
-from torch import nn
 
-from seq1f1b import Costs, LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
+from seq1f1b import (
+    Costs,
+    LoopbackGroup,
+    Loss,
+    Memory,
+    ModelShape,
+    PipelineEngine,
+    VocabularyParallelHead,
+    build_schedule,
+)
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.agreement import check_agreement
 
 M, K, LENGTH = 2, 2, 8
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
 TOKENS, TARGET = batch(CONFIG, 4, LENGTH, size=1)
+HEAD = VocabularyParallelHead(8, 11, rank=0, num_ranks=2)
 SHAPES = [ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, ffn=ffn, vocab=11) for ffn in (8, 16)]
 
 # options of rank 0 and of rank 1, and what the error of both says
@@ -60,23 +69,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss": Loss(reduction="sum")}, {}, "Loss.reduction differs .*: 'sum' on rank 0; 'mean' on rank 1"),
     ({"loss": Loss(scale_grads=False)}, {}, "Loss.scale_grads differs .*: False on rank 0; True on rank 1"),
     ({}, {"memory": Memory(recompute="all")}, "Memory.recompute differs .*: 'none' on rank 0; 'all' on rank 1"),
+    (
+        {"loss_fn": HEAD},
+        {"loss_fn": VocabularyParallelHead(8, 11, rank=1, num_ranks=2, z_loss=0.5)},
+        r"loss_fn differs .*z_loss=0\.0",
+    ),
+    ({"loss_fn": HEAD}, {}, "loss_fn differs .*no VocabularyParallelHead on rank 1"),
     ({"sequence_parallel": (0, 2)}, {}, r"sequence_parallel differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1"),
 ]
 
 
-class Counted(nn.Module):
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__()
-        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, world)
-        self.calls = 0
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return self.stage(x)
-
-
-def make_engine(rank: int, world: int, **options: Any) -> tuple[Counted, PipelineEngine]:
-    stage = Counted(rank, world)
+def make_engine(rank: int, world: int, **options: Any) -> tuple[Any, PipelineEngine]:
+    """A stage that counts its forwards, and its engine."""
+    stage: Any = stage_of(whole_model(CONFIG), CONFIG, rank, world)
+    stage.calls = 0  # an attribute: a look puts it back
+    stage.register_forward_pre_hook(lambda stage, _: setattr(stage, "calls", stage.calls + 1))
     defaults = {"num_microbatches": M, "num_segments": K, "loss_fn": cross_entropy}
     return stage, PipelineEngine(stage, **(defaults | options))
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -45,22 +43,9 @@ FSDP_COLLECTIVES = (
 )
 
 
-@contextmanager
-def counted(*names: str) -> Iterator[Counter[str]]:
-    """Calls of torch's collectives."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, collective: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return collective(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
-        yield counts
+def counting(name: str) -> Any:
+    """A patch under which calls of one of torch's collectives are counted."""
+    return mock.patch.object(dist, name, wraps=getattr(dist, name))
 
 
 def alone(rank: int, world: int) -> dist.ProcessGroup:
@@ -129,7 +114,7 @@ def replicas(
             reductions.append([])
             stage.register_comm_hook((group, reductions[-1]), count_reductions)
         for step in (1, 2):
-            with counted(*FSDP_COLLECTIVES) as counts:
+            with counting(FSDP_COLLECTIVES[0]) as gathers, counting(FSDP_COLLECTIVES[1]) as scatters:
                 driver.step(*arguments, target=own_target)
             found = gradients_of(engine)
             assert found.keys() == names
@@ -137,7 +122,7 @@ def replicas(
             if kind == "fsdp":
                 outer = sum(any("blocks" not in n for n, _ in stage.named_parameters()) for stage in plain)
                 groups = sum(len(stage.blocks) for stage in plain) + outer + isinstance(loss_fn, nn.Module)
-                assert counts == dict.fromkeys(FSDP_COLLECTIVES, groups), (name, step)
+                assert gathers.call_count == scatters.call_count == groups, (name, step)
             for buckets in reductions:
                 assert sorted(buckets) == list(range(len(buckets))) and buckets, (name, step)  # every bucket once
                 buckets.clear()
@@ -335,8 +320,7 @@ def parts(rank: int, world: int) -> None:
             if part is not stage.head or not left_out:
                 fully_shard(part, mesh=mesh)
         stage.head.requires_grad_(left_out != "frozen")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             make(stage)
         told = [str(w.message) for w in caught if "fully_shard" in str(w.message)]
         assert len(told) == (left_out == "head") and all("'head.weight'" in text for text in told)
@@ -347,8 +331,19 @@ def parts(rank: int, world: int) -> None:
             make(stage)
 
 
+def refused(rank: int, world: int) -> None:
+    """Replicas would tune an order each, and a comparison needs the bare stage."""
+    config, group = Config(hidden=16, layers=2), alone(rank, world)
+    stage, (tokens, target) = DistributedDataParallel(whole_model(config)), batch(config, M, LENGTH)
+    options = {"num_microbatches": M, "loss_fn": cross_entropy, "group": group}
+    with pytest.raises(ValueError, match="another order in each replica"):
+        PipelineEngine(stage, schedule="tuned", **options)
+    with pytest.raises(ValueError, match="under DDP or FSDP2: verify an engine over the bare"):
+        PipelineEngine(stage, **options).verify(tokens, target=target, show=False)
+
+
 def every_question(rank: int, world: int) -> None:
-    for question in (global_count, unused, hooks, mixed_precision, parts):
+    for question in (global_count, unused, hooks, mixed_precision, parts, refused):
         question(rank, world)
 
 

@@ -13,9 +13,7 @@ from tiny_model import Config, stage_of, whole_model
 from torch.utils._device import _device_constructors
 
 import seq1f1b
-from seq1f1b import (
-    ModelShape,
-)
+from seq1f1b import ModelShape
 from seq1f1b.data import DocumentBatches
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import profile_model

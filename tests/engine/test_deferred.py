@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from processes import run_processes
 from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
@@ -82,6 +82,14 @@ def compare(module, route, calls=None, **options):
         bound = 1e-12 if x.dtype == torch.float64 else 2e-2
         assert (found[name] - gradient).norm() <= bound * max(float(gradient.norm()), 1e-3), name
     return report
+
+
+def beside_whole(run, route):
+    """What ``run(schedule)`` returns by a route, and with whole backwards."""
+    schedule, around = ROUTES[route]
+    with around():
+        found = run(schedule)
+    return found, run("seq1f1b")
 
 
 def mlp(bias=True):
@@ -308,11 +316,6 @@ def test_embeddings_add_the_rows_of_their_tokens(which, dtype, schedule):
 # -- who else looks at gradients ---------------------------------------------------------------------------------------
 
 
-def clamp(seen, m):
-    """Not linear: of parts it makes another sum."""
-    m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3))
-
-
 def sign_after(seen, m):
     def hook(weight):
         seen.append(weight.grad.clone())
@@ -325,19 +328,6 @@ def of_a_node(seen, m):
     """It lives as long as somebody keeps the node."""
     m.node = get_gradient_edge(m.up.weight).node
     m.node.register_hook(lambda _, gradients: seen.append(gradients[0]))
-
-
-def several(seen, m):
-    m.handle = register_multi_grad_hook([m.up.weight, m.side.weight], lambda gs: seen.extend(gs))
-
-
-def of_a_leaf(seen, m):
-    m.leaf.register_hook(lambda g: seen.append(g) or g.sign())
-
-
-def of_a_module(seen, m):
-    """It reads the gradient that the unit has added."""
-    m.down.register_full_backward_hook(lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()]))
 
 
 def between_the_passes(seen, m):
@@ -355,12 +345,27 @@ USES = {
     "shared": lambda m, x: m.up(x) * m.leaf + m.shared(torch.tanh(x)) + m.side(x),
     "by a function": lambda m, x: F.linear(x, m.up.weight) * m.leaf + m.up(x.sin()) + m.up.weight.norm() + m.side(x),
 }
-HOOKS = [clamp, sign_after, of_a_node, several, of_a_leaf, of_a_module]
+HOOKS = {
+    # Not linear: of parts it makes another sum.
+    "clamp": lambda seen, m: m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3)),
+    "sign after": sign_after,
+    "of a node": of_a_node,
+    "several": lambda seen, m: setattr(
+        m, "handle", register_multi_grad_hook([m.up.weight, m.side.weight], seen.extend)
+    ),
+    "of a leaf": lambda seen, m: m.leaf.register_hook(lambda g: seen.append(g) or g.sign()),
+    # It reads the gradient that the unit has added.
+    "of a module": lambda seen, m: m.down.register_full_backward_hook(
+        lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()])
+    ),
+    "between the passes": between_the_passes,
+}
+ADDED = [case for case in itertools.product(HOOKS, ROUTES) if "between" not in case[0] or case[1] == "one call"]
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("add", "route"), [*itertools.product(HOOKS, ROUTES), (between_the_passes, "one call")])
-def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
+@pytest.mark.parametrize(("name", "route"), ADDED)
+def test_hooks_see_what_they_see_in_whole_backwards(name, use, route):
     """As often, and what they return counts."""
 
     def run(schedule):
@@ -368,26 +373,16 @@ def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
         module.shared = nn.Linear(HIDDEN, 12).double()
         module.shared.weight = module.up.weight
         module.leaf = torch.linspace(0, 1, 12, dtype=torch.float64, requires_grad=True)
-        add(seen, module)
+        HOOKS[name](seen, module)
         engine_of(module, schedule=schedule).step(x, target=target)
         return [*seen, module.leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
-    schedule, around = ROUTES[route]
-    with around():
-        found = run(schedule)
-    truth = run("seq1f1b")
+    found, truth = beside_whole(run, route)
     assert len(found) == len(truth) > 1
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(found, truth, strict=True))
 
 
-@pytest.fixture
-def one_replica(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_and_fsdp2_see_what_autograd_accumulates(one_replica):
+def ddp_and_fsdp2(rank, world):
     from torch.distributed.fsdp import fully_shard
 
     with wide_products() as calls:
@@ -400,6 +395,10 @@ def test_ddp_and_fsdp2_see_what_autograd_accumulates(one_replica):
         stage = mlp().append(nn.Linear(HIDDEN, HIDDEN)).bfloat16()
         fully_shard(stage[0])
         assert step(stage)[1].fused_weights == 0  # parts that FSDP2 shards make it the stage's wrapper
+
+
+def test_ddp_and_fsdp2_see_what_autograd_accumulates():
+    run_processes(1, ddp_and_fsdp2)
 
 
 def inside(m, x, of):
@@ -419,10 +418,7 @@ def inside(m, x, of):
 def test_a_gradient_that_a_stage_takes_in_its_forward(of, route):
     """It is no gradient of the loss, unless it goes to the weight as well."""
     make = partial(Body, partial(inside, of=of))
-    schedule, around = ROUTES[route]
-    with around():
-        found, report = step(make(), schedule=schedule)
-    truth, _ = step(make())
+    (found, report), (truth, _) = beside_whole(lambda schedule: step(make(), schedule=schedule), route)
     assert report.fused_weights == 2 * 12 * HIDDEN and gradient_error(found, truth) <= 1e-12
     assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 
@@ -479,12 +475,10 @@ class Meddling(nn.Module):
         return y
 
 
-def replace_layer(module, h, y):
-    module.layer = nn.Linear(HIDDEN, HIDDEN).double()
-
-
-def replace_weight(module, h, y):
-    module.layer.weight = nn.Parameter(module.layer.weight.detach().clone())
+REPLACE = {
+    "layer": lambda module, h, y: setattr(module, "layer", nn.Linear(HIDDEN, HIDDEN).double()),
+    "weight": lambda module, h, y: setattr(module.layer, "weight", nn.Parameter(module.layer.weight.detach().clone())),
+}
 
 
 def change_weight_after_i(module, h, y):
@@ -503,20 +497,17 @@ def test_what_changes_between_i_and_w_is_an_error():
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("what", [replace_layer, replace_weight])
+@pytest.mark.parametrize("what", REPLACE)
 def test_the_gradient_goes_to_the_weight_that_f_has_read(what, route):
     """As in a whole backward, whatever is replaced before I."""
 
     def run(schedule):
-        module = Meddling(what, 2)
+        module = Meddling(REPLACE[what], 2)
         before = module.layer.weight
         step(module, schedule=schedule)
         return before.grad, module.layer.weight.grad
 
-    schedule, around = ROUTES[route]
-    with around():
-        found = run(schedule)
-    for own, truth in zip(found, run("seq1f1b"), strict=True):
+    for own, truth in zip(*beside_whole(run, route), strict=True):
         assert torch.allclose(own, truth, rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Does a step do what the surface says: accumulation, eval, arguments, reductions, lengths, 16-bit, peaks, orders?"""
+"""Does a step do what the surface says: arguments, clipping, a scaler of gradients, 16-bit, peaks?"""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ from seq1f1b.testing import run_ranks
 LENGTH = 16
 
 
-def gradients_of(engines_or_results):
-    merged = {}
-    for found in engines_or_results:
-        merged.update(found)
-    return merged
-
-
 def grads(engine):
     return {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
 
@@ -33,10 +26,6 @@ def grads(engine):
 def engine_of(stage, group, M, k, **options):
     options = {"loss_fn": cross_entropy, "group": group} | options
     return PipelineEngine(stage, num_microbatches=M, num_segments=k, **options)
-
-
-def check_losses(found, expected):
-    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(found, expected, strict=True))
 
 
 class TwoTensors(nn.Module):
@@ -93,7 +82,7 @@ def test_tuples_and_keyword_arguments_by_rule(recompute, is_frozen):
         return engine.step((x, ids), target=y, kwargs={"mask": mask, "scale": own, "name": "same"}), own.grad
 
     results = run_ranks(3, run)
-    check_losses(results[-1][0], losses)
+    torch.testing.assert_close(results[-1][0], [loss.detach() for loss in losses], rtol=0, atol=1e-12)
     given["scale"].grad = sum(gradient for _, gradient in results)
     assert gradient_error(gradients(), truth) <= 1e-10
 
@@ -129,7 +118,7 @@ def test_clipping_is_that_of_one_process_bit_for_bit(ranks, per_rank, dtype, nor
         return before, norm, grads(engine)
 
     results = run_ranks(ranks, run)
-    before, after = gradients_of(r[0] for r in results), gradients_of(r[2] for r in results)
+    before, after = ({name: g for result in results for name, g in result[i].items()} for i in (0, 2))
     assert before.keys() == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad = before[name].clone()
@@ -142,6 +131,38 @@ def test_clipping_is_that_of_one_process_bit_for_bit(ranks, per_rank, dtype, nor
         torch.testing.assert_close(found, norm, rtol=0, atol=0, equal_nan=True)
     truth = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(after, truth, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_rank_skips_a_step_that_overflows_on_one():
+    """Clipping knows of the scale, too. Numbers of scaled steps: test_random_steps.py."""
+    config = Config(kv_heads=2)
+    model = whole_model(config, torch.float32)
+
+    def run(group):
+        stage, moved = stage_of(model, config, group.rank, 2), []
+        engine = engine_of(stage, group, 3, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        for step in range(4):
+            before = [p.detach().clone() for p in engine.parameters()]
+            if step == 1 and group.rank == 0:
+                overflow = next(engine.parameters()).register_hook(lambda g: torch.full_like(g, float("inf")))
+            tokens, target = batch(config, 3, LENGTH, seed=step)
+            engine.step(tokens, target=target, grad_scaler=scaler)
+            if step == 1 and group.rank == 0:
+                overflow.remove()
+            if step == 3:
+                with pytest.raises(ValueError, match=r"still scaled by grad_scaler, by 512: call scaler\.unscale_"):
+                    engine.clip_grad_norm_(1e9)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            moved.append(any(not torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True)))
+        return moved, scaler.get_scale()
+
+    # Halved at the overflow, doubled after two steps without one.
+    assert run_ranks(2, run) == [([True, False, True, True], 2.0**10)] * 2
 
 
 def test_16_bit_gradients_are_accumulated_in_fp32():

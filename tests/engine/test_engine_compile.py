@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,7 @@ def compile_all(modules: Iterable[nn.Module]) -> CompileCounterWithBackend:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
+def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
@@ -78,8 +76,7 @@ def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], 
     assert counter.frame_count - before <= 2
 
     before = counter.frame_count
-    for parameter in stage.parameters():
-        parameter.grad = None
+    stage.zero_grad()
     engine.step(tokens, target=target)
     assert counter.frame_count == before, "a step that was seen before compiled again"
     assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
@@ -248,22 +245,16 @@ class Mlp(nn.Module):
         return self.run(x)
 
 
-def compile_part(what: str, stage: nn.Module, counter: Any) -> nn.Module:
-    options = {"fullgraph": True, "backend": counter}
-    if what == "torch.compile":
-        return torch.compile(stage, **options)
-    if what == "compile":
-        stage.compile(**options)
-    elif what == "forward":
-        stage.forward = torch.compile(stage.forward, **options)
-    elif what == "block":
-        stage[0].compile(**options)
-    elif what == "function of a block":
-        stage[0].run = torch.compile(stage[0].run, **options)
-    return stage
+COMPILE: dict[str, Callable[..., Any]] = {
+    "torch.compile": torch.compile,
+    "compile": lambda stage, **options: stage.compile(**options),
+    "forward": lambda stage, **options: setattr(stage, "forward", torch.compile(stage.forward, **options)),
+    "block": lambda stage, **options: stage[0].compile(**options),
+    "function of a block": lambda stage, **options: setattr(stage[0], "run", torch.compile(stage[0].run, **options)),
+}
 
 
-@pytest.mark.parametrize("what", ["torch.compile", "compile", "forward", "block", "function of a block"])
+@pytest.mark.parametrize("what", COMPILE)
 def test_what_is_compiled_stays_whole_where_the_backward_is_split(what: str) -> None:
     """Gradients are right, and there are as many graphs as with whole backwards, evaluation between steps included."""
     torch.manual_seed(0)
@@ -276,7 +267,7 @@ def test_what_is_compiled_stays_whole_where_the_backward_is_split(what: str) -> 
         counter = CompileCounterWithBackend("aot_eager")
         plain = nn.Sequential(Mlp(), Mlp()).double()
         plain.load_state_dict(whole.state_dict())
-        stage = compile_part(what, plain, counter)
+        stage = COMPILE[what](plain, fullgraph=True, backend=counter) or plain
         engine = PipelineEngine(
             stage, schedule=schedule, num_microbatches=M, num_segments=2, loss_fn=nn.functional.mse_loss
         )

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from scripts import Script, environment
+from scripts import Script, environment, free_port
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
-
-
-def environment_of(num_ranks: int) -> list[dict[str, str]]:
-    """What torchrun tells each rank, without its launcher, which imports torch for itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": f"{num_ranks}"}
-    return [{**os.environ, **place, "RANK": f"{rank}"} for rank in range(num_ranks)]
 
 
 def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
@@ -55,8 +45,9 @@ def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
 
 LOST = """
 import os, signal, sys, threading, torch, torch.distributed as dist, seq1f1b
+from seq1f1b.transport.meeting import Meeting
 
-what, limits = sys.argv[1], seq1f1b.Limits(step=4.0, first_step=6.0)
+transport, how, turn, limits = *sys.argv[1:3], int(sys.argv[3]), seq1f1b.Limits(step=4.0, first_step=6.0)
 end = threading.Timer(40, os._exit, (9,))  # of a rank that waits for ever
 end.daemon = True
 end.start()
@@ -64,18 +55,23 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 dist.barrier()
-if what == "stopped" and rank == 0:
-    os.kill(os.getpid(), signal.SIGSTOP)
+def strike(now):
+    if rank == 0 and now == turn:
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+def gather_or_be_struck(meeting, value):
+    strike(meeting._round)
+    return gather(meeting, value)
+gather, Meeting.gather = Meeting.gather, gather_or_be_struck
+strike(-1)
 try:
     engine = seq1f1b.PipelineEngine(
         torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss,
-        transport="c10d", limits=limits,
+        transport=transport, limits=limits,
     )
     x = torch.ones(2, 8, 4)
     for number in range(1000):
         engine.eval(x, target=x)
-        if rank == 0 and number == 50:
-            os.kill(os.getpid(), signal.SIGKILL)
+        strike(number)
 except seq1f1b.PipelineError as error:
     print(error, flush=True)
     if rank == 2:
@@ -84,19 +80,26 @@ except seq1f1b.PipelineError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["killed", "stopped"])
-def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(tmp_path: Path, what: str) -> None:
-    """Rank 0 holds the store; it is killed between two steps, or stopped before the engine is made."""
+LOSSES = [("c10d", "killed", 50), ("c10d", "stopped", -1), ("c10d", "killed", 1), ("shm", "stopped", 2)]
+
+
+@pytest.mark.parametrize(("transport", "how", "turn"), LOSSES)
+def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(
+    tmp_path: Path, transport: str, how: str, turn: int
+) -> None:
+    """Rank 0 holds the store; it is struck before the engine is made, in a round of that, or between two steps."""
     script = tmp_path / "script.py"
     script.write_text(LOST)
-    lost, *others = environment_of(3)
-    first = Script(script, [what], tmp_path, lost)  # forked: how it ends is nobody's question
+    port = free_port()
+    lost, *others = (environment(rank, 3, port) for rank in range(3))
+    arguments = [transport, how, str(turn)]
+    first = Script(script, arguments, tmp_path, lost)  # forked: how it ends is nobody's question
     ranks = []
     try:
-        for environment in others:
-            command = [sys.executable, str(script), what]
+        for variables in others:
+            command = [sys.executable, str(script), *arguments]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+            ranks.append(subprocess.Popen(command, env=variables, text=True, **pipes))
         said = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,7 @@ def told(tokens: Any, target: Any, *, ranks: int = 2, everywhere: bool = False, 
         for _ in range(2):
             engine.step(tokens if has_first else None, target=target if has_last else None, segment_sizes=sizes)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run_ranks(ranks, run)
     return [str(warning.message) for warning in caught if "targets" in str(warning.message)]
 
@@ -49,7 +49,7 @@ COPIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "a copy": (TOKENS, TOKENS.clone(), {}),
     "masked": (TOKENS, masked(TOKENS), {}),
     "lists": (list(TOKENS.chunk(2)), list(TOKENS.chunk(2)), {}),
-    "another dtype": (TOKENS, TOKENS.int(), {}),
+    "another dtype": (TOKENS, TOKENS.int(), {"loss_fn": lambda logits, target: cross_entropy(logits, target.long())}),
     "arguments in a tuple": ((TOKENS,), TOKENS, {}),
     "given everywhere": (TOKENS, TOKENS, {"everywhere": True}),
     "one rank": (TOKENS, TOKENS, {"ranks": 1}),
@@ -64,27 +64,17 @@ COPIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", COPIES)
 def test_targets_that_are_the_tokens_are_named_once(name):
     tokens, target, options = COPIES[name]
-    if name == "another dtype":
-        options = {"loss_fn": lambda logits, target: cross_entropy(logits, target.long())}
     # A loss that shifts inside its segments drops targets at the borders, which is told as well.
     (text,) = [text for text in told(tokens, target, **options) if not text.startswith("loss weighting")]
     assert text.startswith("the targets are the tokens themselves") and "seq1f1b.shift_labels" in text
 
 
-def corrupted() -> Tensor:
-    """Tokens in which those to be guessed are replaced, as for a masked language model."""
-    return TOKENS.masked_fill(torch.arange(16) % 3 == 0, 0)
-
-
-def guessed() -> Tensor:
-    return TOKENS.masked_fill(torch.arange(16) % 3 != 0, -100)
-
-
+IS_GUESSED = torch.arange(16) % 3 == 0
 RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "shifted": (TOKENS, seq1f1b.shift_labels(TOKENS), {}),
     "shifted and masked": (TOKENS, masked(seq1f1b.shift_labels(TOKENS)), {}),
     "shifted by hand": (TOKENS[:, :-1], TOKENS[:, 1:], {}),
-    "words to guess": (corrupted(), guessed(), {}),
+    "words to guess": (TOKENS.masked_fill(IS_GUESSED, 0), TOKENS.masked_fill(~IS_GUESSED, -100), {}),
     "rows of one word": (TOKENS[:, :1].expand(-1, 16), TOKENS[:, :1].expand(-1, 16), {}),
     "nothing counts": (TOKENS, torch.full_like(TOKENS, -100), {}),
     "whole sequences, and a loss that shifts": (
@@ -130,23 +120,31 @@ WAYS: dict[str, Callable[[nn.Embedding, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_whole_model_on_every_rank_is_named(way):
+SHIFTED = seq1f1b.shift_labels(TOKENS)
+
+
+def told_by_a_step(stages: list[Any], tokens: Tensor = TOKENS, target: Tensor = SHIFTED) -> list[str]:
+    """What each of two ranks is told where a step fails."""
+
     def run(group: Any) -> str:
-        torch.manual_seed(0)
         engine = PipelineEngine(
-            Words(WAYS[way]), num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group
+            stages[group.rank], num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group
         )
         with pytest.raises(Exception) as caught:  # of torch's or Python's kinds, or a PipelineError
-            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
+            engine.step(tokens, target=target)
         return str(caught.value)
 
-    for text in run_ranks(2, run):
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_whole_model_on_every_rank_is_named(way):
+    for text in told_by_a_step([Words(WAYS[way]), Words(WAYS[way])]):
         assert "[1]F0.0" in text and "did every rank build the whole model?" in text
 
 
 class Documents(nn.Linear):
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]  # takes more
         return super().forward(x)
 
 
@@ -169,59 +167,33 @@ def test_batches_that_do_not_belong_together_are_told(name: str) -> None:
         for _ in range(2):
             engine.step(given.get("inputs"), target=given.get("target"), kwargs=kwargs)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run_ranks(3, run)
     found = [str(warning.message) for warning in caught if issubclass(warning.category, seq1f1b.SegmentWarning)]
     assert all(text.startswith(f"ranks 0 and 2 are given {name} of different batches") for text in found)
     assert len(found) == (3 if name else 0)
 
 
-def test_other_errors_of_a_later_stage_have_no_such_hint():
-    model = whole_model(CONFIG)
-
-    def run(group: Any) -> str:
-        stage = stage_of(model, CONFIG, group.rank, 2)
-        if group.rank == 1:
-            stage.norm.forward = lambda x: x[torch.tensor([99])]
-        engine = PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group)
-        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
-        return str(caught.value)
-
-    for text in run_ranks(2, run):
-        assert "[1]F0.0" in text and "whole model" not in text
+def beyond(tokens: Tensor) -> Tensor:
+    return tokens.index_put((torch.tensor(3), torch.tensor(12)), torch.tensor(CONFIG.vocab + 5))
 
 
-def told_by_a_step(tokens: Tensor, target: Tensor) -> list[str]:
-    """What each of two ranks is told where a step fails."""
-
-    def run(group: Any) -> str:
-        engine = PipelineEngine(
-            stage_of(whole_model(CONFIG), CONFIG, group.rank, 2),
-            num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
-        )  # fmt: skip
-        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(tokens, target=target)
-        return str(caught.value)
-
-    return run_ranks(2, run)
+OTHER_ERRORS: dict[str, tuple[Tensor, Tensor, str]] = {
+    "a later stage's": (TOKENS, SHIFTED, r"\[1\]F0\.0"),
+    "a token": (beyond(TOKENS), SHIFTED, r"\[0\]F1\.1.*no row of its embedding: in stage 0, embedding has 11 rows"),
+    "a target": (TOKENS, beyond(SHIFTED), r"\[1\]F1\.1.*A target of this segment is no class of the loss"),
+}
 
 
-def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
-    tokens = TOKENS.clone()
-    tokens[3, 12] = CONFIG.vocab + 5
-    for text in told_by_a_step(tokens, seq1f1b.shift_labels(TOKENS)):
-        assert (
-            "[0]F1.1" in text and f"no row of its embedding: in stage 0, embedding has {CONFIG.vocab} rows" in text
-        ), text
-
-
-def test_a_target_that_the_loss_lacks_is_told_with_its_rule():
-    target = seq1f1b.shift_labels(TOKENS)
-    target[3, 12] = CONFIG.vocab + 5
-    for text in told_by_a_step(TOKENS, target):
-        assert "[1]F1.1" in text and "A target of this segment is no class of the loss" in text, text
+@pytest.mark.parametrize("name", OTHER_ERRORS)
+def test_other_errors_have_no_such_hint(name):
+    """A token that the embedding lacks, or a target that the loss lacks, is told with its rule."""
+    tokens, target, match = OTHER_ERRORS[name]
+    stages: list[Any] = [stage_of(whole_model(CONFIG), CONFIG, i, 2) for i in range(2)]
+    if name == "a later stage's":
+        stages[1].norm.forward = lambda x: x[torch.tensor([99])]
+    for text in told_by_a_step(stages, tokens, target):
+        assert re.search(match, text, re.DOTALL) and "whole model" not in text, text
 
 
 def test_a_failure_of_onednn_is_told_with_its_usual_cause():

@@ -31,10 +31,7 @@ class Shift(nn.Module):
         return x + torch.cat([before, x[:, :-1]], 1)
 
 
-Made = tuple[list[nn.Module], Tensor, Tensor, list[float]]
-
-
-def make_shifts() -> Made:
+def make_shifts() -> tuple[list[nn.Module], Tensor, Tensor, list[float]]:
     """Two stages, inputs, targets, and the losses of the stages run whole."""
     torch.manual_seed(0)
     stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), Shift()]
@@ -44,7 +41,7 @@ def make_shifts() -> Made:
     return stages, x, target, [float(F.mse_loss(a, b)) for a, b in zip(output, target, strict=True)]
 
 
-def run_shifts(made: Made, rank: int, **options: Any) -> None:
+def run_shifts(made: Any, rank: int, **options: Any) -> None:
     """The rank's stage, whose hooks keep what passes, in two steps and evaluations."""
     stages, x, target, whole = made
     kept: list[tuple[Tensor, Tensor]] = []

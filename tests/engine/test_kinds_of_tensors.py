@@ -12,7 +12,6 @@ import torch.autograd.forward_ad as fw
 import torch.nn.functional as F
 from slices import pairs_of
 from torch import Tensor, func, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 from wide_products import wide_products
 
@@ -96,23 +95,6 @@ def sparse_gradient(m: Any, x: Tensor) -> Tensor:
     return torch.gather(rows, 1, torch.arange(HIDDEN).expand(len(rows), -1), sparse_grad=True).view_as(x)
 
 
-def sparse_and_dense(m: Any, x: Tensor) -> Tensor:
-    return m.b(x) + F.embedding(torch.arange(3), m.b.weight, sparse=True).sum(0)
-
-
-def swapped(m: Any, x: Tensor) -> Tensor:
-    own, m.b.weight = m.b.weight, m.a.weight
-    y = m.b(x)
-    m.b.weight = own
-    return y * m.b(x)
-
-
-def several(m: Any, x: Tensor) -> Tensor:
-    for weight in (m.a.weight, m.bare.weight, m.b.weight):
-        x = x + functional_call(m.b, {"weight": weight}, (torch.tanh(x),))
-    return x
-
-
 def norm(z: Tensor) -> Tensor:
     return F.gelu(z).square().sum()
 
@@ -124,7 +106,7 @@ KINDS: dict[str, Any] = {
     "jagged": lambda m, x: in_list(m, x, torch.jagged),
     "forward mode": forward_mode,
     "sparse gradient": sparse_gradient,
-    "gradients of both layouts": sparse_and_dense,
+    "gradients of both layouts": lambda m, x: m.b(x) + F.embedding(torch.arange(3), m.b.weight, sparse=True).sum(0),
     "sparse buffer": lambda m, x: mixed(m, x, m.mix),
     "csr sparse buffer": lambda m, x: mixed(m, x, m.mix),
     "sparse parameter": lambda m, x: mixed(m, x, m.other),
@@ -132,8 +114,6 @@ KINDS: dict[str, Any] = {
     "flat wrapped": lambda m, x: F.linear(x, m.b.weight),
     "wrapped, trained": lambda m, x: m.b(x),
     "meta": lambda m, x: m.b(x),
-    "swapped": swapped,
-    "several": several,
     "functionalize": lambda m, x: func.functionalize(lambda z: m.b(z).mul_(2))(x),
     "vmap": lambda m, x: torch.vmap(m.b)(x),
     "hessian": lambda m, x: torch.vmap(torch.vmap(func.hessian(lambda z: norm(m.b(z)))))(x).sum(-1),

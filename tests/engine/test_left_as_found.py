@@ -141,10 +141,7 @@ def test_a_constructor_that_fails_leaves_all_as_it_was(options, error):
 
 
 def use(engine: PipelineEngine, how: str) -> None:
-    if how == "verify":
-        engine.verify(TOKENS, target=TARGET, show=False)
-    else:
-        engine.step(TOKENS, target=TARGET)
+    (partial(engine.verify, show=False) if how == "verify" else engine.step)(TOKENS, target=TARGET)
 
 
 @pytest.mark.parametrize("how", ["step", "verify", "error", "two steps"])

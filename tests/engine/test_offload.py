@@ -72,7 +72,6 @@ def test_compiled_blocks(tmp_path: Path) -> None:
         losses = engine.step(torch.linspace(-1, 1, 6144).view(12, 32, 16), target=torch.zeros(12, 32, 16))
         assert where is None or engine.report().moved_bytes > 0
         found.append([*losses, *(p.grad for p in stage.parameters())])
-    torch._dynamo.reset()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -97,11 +96,6 @@ def of_views(stage: Any, y: Tensor) -> Tensor:
     return (a * a).sum() + (b.sin() * b).sum()
 
 
-def of_held(stage: Any, y: Tensor) -> Tensor:
-    stage.held.append(y.exp())
-    return (stage.held[-1].tanh() * 2).sum()
-
-
 def of_a_dead_graph(stage: Any, y: Tensor) -> Tensor:
     y.exp().sum()  # nobody keeps it
     return y.cos().sum()
@@ -110,7 +104,7 @@ def of_a_dead_graph(stage: Any, y: Tensor) -> Tensor:
 # A storage of a unit moves once, however many tensors of it are saved; the input and weights stay.
 MOVED: dict[str, tuple[Callable[..., Tensor], int]] = {
     "views": (of_views, 4 * (64 * 64 + 63 * 61)),
-    "held by somebody else": (of_held, 4 * 64 * 64),
+    "held by somebody else": (lambda m, y: (m.held.append(y.exp()) or m.held[-1].tanh() * 2).sum(), 4 * 64 * 64),
     "small": (lambda stage, y: y[:, :8, :8].clone().exp().sum(), 0),
     "a dead graph": (of_a_dead_graph, 4 * 64 * 64),
 }
@@ -208,15 +202,17 @@ def test_measured_bytes_fall_as_planned(tmp_path: Path) -> None:
         assert other.moved_bytes > 0.6 * before.activation_bytes * other.moved_units / 8
 
 
-def test_a_closed_engine_keeps_no_file(tmp_path: Path) -> None:
-    def files() -> int:
-        links = (entry.path for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
-        return sum(os.readlink(link).startswith(str(tmp_path)) for link in links)
+def files_of(directory: Path) -> list[int]:
+    """The descriptors of tiers' files there, which have no name."""
+    open_ones = (entry for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
+    return [int(entry.name) for entry in open_ones if os.readlink(entry.path).startswith(f"{directory}/")]
 
+
+def test_a_closed_engine_keeps_no_file(tmp_path: Path) -> None:
     engine = PipelineEngine(nn.Linear(2, 2), num_microbatches=6, schedule="gpipe", memory=Memory(offload=tmp_path))
-    assert files() == 1
+    assert len(files_of(tmp_path)) == 1
     engine.close()
-    assert files() == 0
+    assert files_of(tmp_path) == []
 
 
 def test_reports_and_traces_show_what_moved_and_what_ran_again(tmp_path: Path) -> None:
@@ -268,8 +264,7 @@ def test_arguments(tmp_path: Path) -> None:
         engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path, units="all"))
     assert engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path)).schedule == moving
     assert engine(memory=Memory(offload=tmp_path, units="none")).schedule == engine().schedule
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert "O0.0" in engine(memory=Memory(offload=str(tmp_path))).schedule.to_text()
     assert {p.name for p in tmp_path.iterdir()} == {"file"}
 
@@ -350,15 +345,6 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
 
-def file_of(directory: Path) -> int:
-    """The descriptor of the tier's file, which has no name."""
-    [found] = [
-        int(entry.name) for entry in os.scandir("/proc/self/fd")
-        if os.path.exists(entry.path) and os.readlink(entry.path).startswith(f"{directory}/")
-    ]  # fmt: skip
-    return found
-
-
 @contextmanager
 def replaced(file: int, path: str) -> Iterator[None]:
     """Meanwhile another file lies behind the descriptor."""
@@ -428,7 +414,7 @@ def test_a_failing_disk_ends_the_step_on_every_rank(
             stage.zero_grad()
             try:
                 if group.rank == 1:
-                    with how(file_of(directory), path):
+                    with how(*files_of(directory), path):
                         engine.step(tokens, target=target)
                 else:
                     engine.step(tokens, target=target)
@@ -492,10 +478,6 @@ def test_killed_at_any_moment_nothing_is_left(tmp_path: Path) -> None:
     assert done.stdout == "killed 20\n", done.stderr
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset then ends what is under way, after few of 8 GB."""
     written: list[int] = []
@@ -507,15 +489,12 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "pwrite", counted)
 
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     loads, part = Loads(tmp_path), torch.zeros(64 << 20, dtype=torch.uint8)
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         loads.tier.out(1, [part.untyped_storage()] * 128)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             loads.tier.wait(1)
         loads.tier.reset()
         loads.out(1, [5000])

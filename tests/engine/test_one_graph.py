@@ -31,9 +31,8 @@ def squares(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (y - target).square().sum(), target.numel()
 
 
-Given = tuple[Any, dict[str, Any], Any]
 # (theta, inputs, target) -> what a step is given: each exp, sin or cos keeps what a second backward would miss.
-CASES: dict[str, Callable[[Tensor, Tensor, Tensor], Given]] = {
+CASES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, dict[str, Any], Any]]] = {
     "two keyword arguments": lambda t, x, y: (x, {"a": (s := t.exp()).sin(), "b": s.cos()}, y),
     "a list of micro-batches": lambda t, x, y: (list((x * t.exp()).chunk(2)), {}, list(y.chunk(2))),
     "inputs and keyword arguments": lambda t, x, y: (x * (s := t.exp()), {"a": s.sin(), "b": s.cos()}, y),

@@ -44,7 +44,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory or seq1f1b.HOST, got int"),
     (lambda: Memory(units="all"), ValueError, "Memory.units says which units move; say where by offload=, a directory"),
     (lambda: Memory(offload=".", units="half"), ValueError, "Memory.units is 'half', must be 'none', 'all' or a call"),
-]  # type: ignore[list-item]
+]  # type: ignore[list-item]  # arguments are of wrong types on purpose
 
 
 @pytest.mark.parametrize(("make", "error", "text"), REFUSED)

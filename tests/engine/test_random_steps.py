@@ -412,8 +412,7 @@ def train(
             engine.close()
         return losses, gradients, norm, report, waits
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of losses and divisors, which have tests of their own
+    with warnings.catch_warnings(action="ignore"):  # of losses and divisors, which have tests of their own
         return run_ranks(drawn.schedule.num_ranks, run)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +54,6 @@ def test_measured_bytes_fall_as_planned(name: str, most: int) -> None:
     assert half - least == pytest.approx(kept - half) and least < 0.25 * kept
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -106,8 +98,9 @@ def test_dropout_is_bit_equal() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
+def test_dropout_in_compiled_code(backend: str) -> None:
     """F runs another graph than R, and both draw the same."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.5))
     inner.compile(backend=backend)
@@ -149,8 +142,9 @@ def test_autocast(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], own, strict=True))
 
 
-def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None:
+def test_compiled_blocks_have_one_more_kind_of_graph() -> None:
     """At most 2 per code and grad mode, over uneven segments: F has gradients off, R has them on."""
+    torch._dynamo.reset()
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, 23)
     _, truth = run_whole(model, tokens, target, 2)
@@ -269,31 +263,22 @@ def test_verify_tells_of_a_stage_that_does_something_else_in_r() -> None:
 # -- some of a unit's blocks -------------------------------------------------------------------------------------------
 
 
-def compiled(part: str) -> nn.Module:
-    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
-    stage.get_submodule(part).compile(backend="eager")
-    return stage
-
-
 @pytest.mark.parametrize(
-    ("choice", "error", "message"),
+    ("choice", "compiled", "message"),
     [
-        (("blocks", True), ValueError, "the share is True"),
-        (("layers", 0.5), ValueError, "stage 0 has no list of blocks named 'layers'"),
-        (("head", 0.5), ValueError, "'head' of stage 0 is a Linear, must be a ModuleList"),
+        (("blocks", True), None, "the share is True"),
+        (("layers", 0.5), None, "stage 0 has no list of blocks named 'layers'"),
+        (("head", 0.5), None, "'head' of stage 0 is a Linear, must be a ModuleList"),
+        (("blocks", 1.0), "blocks.2", "Memory.blocks: blocks.2 of stage 0 is compiled"),
+        (("blocks", 1.0), "", "Memory.blocks: the module of stage 0 is compiled"),
     ],
 )
-def test_what_is_refused(choice: Any, error: type[Exception], message: str) -> None:
+def test_what_is_refused(choice: Any, compiled: str | None, message: str) -> None:
     stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
-    with pytest.raises(error, match=message):
+    if compiled is not None:
+        stage.get_submodule(compiled).compile(backend="eager")
+    with pytest.raises(ValueError, match=message):
         PipelineEngine(stage, num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
-
-
-@pytest.mark.parametrize(("part", "named"), [("blocks.2", "blocks.2"), ("", "the module")])
-def test_what_is_compiled_is_refused(part: str, named: str) -> None:
-    choice = ("blocks", 1.0)
-    with pytest.raises(ValueError, match=f"Memory.blocks: {named} of stage 0 is compiled"):
-        PipelineEngine(compiled(part), num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
 
 
 def test_a_callable_that_returns_no_share() -> None:

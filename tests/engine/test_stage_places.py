@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,10 +39,6 @@ def engine_of(modules: Any, group: Any = None, **options: Any) -> seq1f1b.Pipeli
 # -- ranks as threads meet in their first step -------------------------------------------------------------------------
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    return nn.Sequential(*parts)
-
-
 GIVEN: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], str]] = {  # the modules of each rank
     "too many": (lambda: stages(3)[:2], {}, "has 2 stages, and was given stage 0 of 3 .* on rank 0, stage 1 of 3"),
     "too many, the last ones": (
@@ -54,7 +50,7 @@ GIVEN: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], str]] = {  # the
     "twice": (lambda: [stages(2)[0]] * 2, {}, "stage 0 of 2 as stage 0 on rank 0, stage 0 of 2 as stage 1 on rank 1"),
     "of two cuts": (lambda: [stages(2)[0], stages(3)[2]], {}, "stage 0 of 2 .*, stage 2 of 3"),
     "compiled": (lambda: [torch.compile(stage) for stage in stages(3)[:2]], {}, "stage 0 of 3 .*, stage 1 of 3"),
-    "in another module": (lambda: [joined([stage]) for stage in stages(3)[:2]], {}, "stage 0 of 3 .*, stage 1 of 3"),
+    "in another module": (lambda: [*map(nn.Sequential, stages(3)[:2])], {}, "stage 0 of 3 .*, stage 1 of 3"),
     "two stages per rank, in the order of ranks": (
         lambda: [stages(4)[:2], stages(4)[2:]],
         {"schedule": "seq1f1b-interleaved"},
@@ -84,8 +80,8 @@ def test_stages_that_are_no_whole_model(name: str) -> None:
 
 SOUND: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "one each": (lambda: stages(2), {}),
-    "two in one module": (lambda: [joined(stages(4)[:2]), joined(stages(4)[2:])], {}),
-    "beside others": (lambda: [joined([stages(1)[0], nn.Identity()]), nn.Identity()], {}),
+    "two in one module": (lambda: [nn.Sequential(*stages(4)[:2]), nn.Sequential(*stages(4)[2:])], {}),
+    "beside others": (lambda: [nn.Sequential(stages(1)[0], nn.Identity()), nn.Identity()], {}),
     "interleaved": (lambda: [stages(4)[::2], stages(4)[1::2]], {"schedule": "seq1f1b-interleaved"}),
     "V": (lambda: [[stages(4)[0], stages(4)[3]], stages(4)[1:3]], {"schedule": "seq-zbv"}),
     "say nothing": (lambda: [nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)], {}),

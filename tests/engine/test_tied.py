@@ -132,10 +132,6 @@ def test_a_frozen_tie_gets_the_first_ones_values_and_no_gradient():
 # -- parameters that are replaced --------------------------------------------------------------------------------------
 
 
-def new_parameter(stage: Any) -> None:
-    stage.b.weight = nn.Parameter(stage.b.weight.detach().clone())
-
-
 def assigned(stage: Any) -> None:
     stage.load_state_dict({name: value.clone() for name, value in stage.state_dict().items()}, assign=True)
 
@@ -147,15 +143,11 @@ def emptied(stage: Any) -> None:
     stage.load_state_dict(values)
 
 
-def new_module(stage: Any) -> None:
-    stage.b = copy.deepcopy(stage.b)
-
-
 REPLACE: dict[str, Callable[[Any], None]] = {
-    "a new parameter": new_parameter,
+    "a new parameter": lambda stage: setattr(stage.b, "weight", nn.Parameter(stage.b.weight.detach().clone())),
     "load_state_dict(assign=True)": assigned,
     "to_empty": emptied,
-    "a new module": new_module,
+    "a new module": lambda stage: setattr(stage, "b", copy.deepcopy(stage.b)),
 }
 
 
@@ -185,10 +177,6 @@ def test_what_is_summed_is_what_the_modules_hold(name, ranks, when, kind):
 # -- what is wrong with a copy -----------------------------------------------------------------------------------------
 
 
-def other_values(stage: Any) -> None:
-    stage.b.weight = nn.Parameter(stage.b.weight.detach() + 0.5)
-
-
 def other_dtype(stage: Any) -> None:
     stage.b.weight = nn.Parameter(stage.b.weight.detach().float())
     stage.b.forward = lambda x: F.linear(x, stage.b.weight.double())
@@ -208,7 +196,8 @@ UNLIKE = "tied parameter 'b' differs between ranks [0, 1]: 'b.weight' of stage 0
 # What is done to the second stage, and what every rank hears
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "values": (
-        other_values, "'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to 5.0e-01",
+        lambda stage: setattr(stage.b, "weight", nn.Parameter(stage.b.weight.detach() + 0.5)),
+        "'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to 5.0e-01",
     ),
     "frozen": (lambda stage: stage.b.weight.requires_grad_(False), UNLIKE),
     "dtype": (other_dtype, UNLIKE),
@@ -296,17 +285,21 @@ def test_optimizers_that_differ_are_told_on_every_rank_and_no_gradient_is_lost(a
     assert "same optimizer, learning rate, weight decay" in first[1] and "docs/how-to/tied-weights.md" in first[1]
 
 
-def test_verify_tells_that_copies_came_apart():
+@pytest.mark.parametrize("when", ["by verify", "after a failed step"])
+def test_copies_that_came_apart_are_told(when):
     stages = make()
 
     def work(group: Any) -> None:
-        engine = engine_of(stages, group)
-        for _ in range(3):
+        engine, (x, y) = engine_of(stages, group), batch()
+        for _ in range(3 if when == "by verify" else 1):
             step(engine)
-        if group.rank == 0:
-            with torch.no_grad():
-                stages[0].b.weight.add_(0.25)
-        engine.verify(batch()[0], target=batch()[1], show=False)
+        with torch.no_grad():
+            stages[group.rank].b.weight.add_(0.25 * group.rank)
+        if when == "by verify":
+            engine.verify(x, target=y, show=False)
+        with pytest.raises((RuntimeError, seq1f1b.PipelineError)):
+            engine.step(x[..., 1:], target=y)
+        step(engine)
 
     texts = outcomes(work)
     assert texts[0] == texts[1] and PARTS in texts[0] and "by up to 2.5e-01" in texts[0]
@@ -329,22 +322,6 @@ def test_copies_that_came_apart_are_not_saved_and_a_checkpoint_is_loaded_over_th
     state.load_state_dict(saved)
     assert torch.equal(stages[0].b.weight, before) and torch.equal(stages[1].b.weight, before)
     step(engine)
-
-
-def test_copies_that_came_apart_are_told_after_a_failed_step_too():
-    stages = make()
-
-    def work(group: Any) -> None:
-        engine, (x, y) = engine_of(stages, group), batch()
-        step(engine)
-        with torch.no_grad():
-            stages[group.rank].b.weight.add_(group.rank)
-        with pytest.raises((RuntimeError, seq1f1b.PipelineError)):
-            engine.step(x[..., 1:], target=y)
-        step(engine)
-
-    texts = outcomes(work)
-    assert texts[0] == texts[1] and PARTS in texts[0]
 
 
 # -- gradients of several kinds ----------------------------------------------------------------------------------------

@@ -322,27 +322,6 @@ def test_a_shard_has_its_rows_and_no_loss_of_its_own():
         shard(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))
 
 
-def make_differing(rank, world, options):
-    head = VocabularyParallelHead(4, 9, **options[rank]) if options[rank] is not None else cross_entropy
-    try:
-        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, loss_fn=head)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (({}, {"z_loss": 0.5}), "z_loss=0.0"),
-        (({}, None), "no VocabularyParallelHead on rank 1"),
-    ],
-)
-def test_ranks_that_differ(options, shown):
-    for message in run_processes(2, make_differing, options):
-        assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
-
-
 def test_the_engine_runs_a_plan_with_its_vocabulary_over_the_ranks(tmp_path):
     """The plan's file places S, T, E and G; losses are those of the whole model."""
     from seq1f1b import ModelShape

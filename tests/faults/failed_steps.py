@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from as_found import process
 from replicas import take_head, wrap
 from tiny_model import Config, Stage, batch, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
 from torch import Tensor, nn
@@ -53,15 +54,6 @@ def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def divided(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     counted = (target != -100).sum()
     return cross_entropy(output, target) * counted if counted else 0.0 * output.sum(), counted
-
-
-class HeadThatSums(nn.Module):
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = head.norm, head.head
-
-    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return summed(self.head(self.norm(hidden)), target)
 
 
 def wrapped(kind: str, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -114,8 +106,7 @@ class Case:
         self.has_last = schedule.num_stages - 1 in self.own
         loss_fn: Any = summed if self.loss == "divisor" else cross_entropy
         if self.loss.startswith("head") and self.has_last:
-            head: nn.Module = take_head(plain[-1])
-            head = HeadThatSums(head) if self.loss == "head that sums" else head
+            head = take_head(plain[-1], summed if self.loss == "head that sums" else cross_entropy)
             loss_fn = wrapped(self.kind.removesuffix(" parts"), head, mesh["data"])
         self.stages = [wrapped(self.kind, stage, mesh["data"]) for stage in plain]
         self.own_loss, self.fault = loss_fn, ""
@@ -222,7 +213,7 @@ class Case:
 
     def fail(self) -> None:
         """A call in which a rank may fail. Afterwards all is as it was, but for gradients, which are undefined."""
-        before, ids = surroundings(), list(map(id, self.engine.parameters()))
+        before, ids = process(), list(map(id, self.engine.parameters()))
         gradients = [None if p.grad is None else p.grad.clone() for p in self.engine.parameters()]
         is_eval, disarm = self.rng.random() < 0.25, self.arm()
         self.history[-1] = "eval: " * is_eval + self.history[-1]
@@ -239,7 +230,8 @@ class Case:
         assert ids == list(map(id, self.engine.parameters())), "the stage holds other parameters than before"
         for parameter, gradient in zip(self.engine.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        assert surroundings() == before, "modes or random numbers are others than before"
+        after = process()
+        assert after == before, [name for name in before if before[name] != after[name]]
 
     def go_on(self) -> None:
         """A step that must be right, as soon as all ranks have heard of what failed."""
@@ -276,13 +268,6 @@ class Case:
                 self.fail()
             self.go_on()
         self.engine.close()
-
-
-def surroundings() -> Any:
-    return (
-        torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
-        torch._C._autograd._top_saved_tensors_default_hooks(True), torch._C._len_torch_dispatch_stack(),
-    )  # fmt: skip
 
 
 def work(rank: int, world: int, first: int, last: int) -> None:

@@ -22,11 +22,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-sys.path.append(str(Path(__file__).parents[1] / "adapters"))
-sys.path.append(str(Path(__file__).parents[1] / "checks"))
-sys.path.append(str(Path(__file__).parents[1] / "hf"))
+sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("support", "adapters", "checks", "hf"))
 
 import torch
 import torch.nn.functional as F
@@ -152,8 +150,7 @@ class Trial:
 
     def error(self) -> float | None:
         """How far gradients in segments are from those of the whole; None if there are no stages."""
-        with default_dtype(torch.float64), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with default_dtype(torch.float64), warnings.catch_warnings(action="ignore"):
             return self._error()
 
     def _error(self) -> float | None:
@@ -168,7 +165,8 @@ class Trial:
             except (ValueError, TypeError):
                 return None
         chain = [Logits(whole)] if self.model.has_whole else copy.deepcopy(stages)
-        with without_dropout():
+        drops_nothing = lambda x, *args, **kwargs: x  # noqa: E731
+        with mock.patch.multiple(F, dropout=drops_nothing, alpha_dropout=drops_nothing):
             try:
                 self.run(stages, PipelineEngine.step, attention="unchecked")
                 self.run(chain, PipelineEngine.step, segments=1, attention="unchecked")
@@ -183,8 +181,7 @@ class Trial:
     def verdict(self) -> Verdict:
         """Asks look, verify and split."""
         split = NOTHING if self.model.cut is not None and self.model.is_split else NOT_ASKED
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 _, stages = self.made(self.model.dtype)
             except ValueError as refusal:
@@ -196,8 +193,7 @@ class Trial:
         return Verdict(self.error(), look, self.verify(), split)
 
     def look(self, stages: Stages) -> str:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 self.run(stages, PipelineEngine.step)
             except (ValueError, RuntimeError) as error:
@@ -211,8 +207,7 @@ class Trial:
         whole, stages = self.made(self.model.dtype)
         given = {"show": False, **({"model": whole} if self.model.has_whole else {})}
         call = lambda engine, x, **step: engine.verify(x, **step, **given)  # noqa: E731
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 result = self.run(stages, call, attention="any")[0]
             except (ValueError, RuntimeError) as error:  # a PipelineError is one, too
@@ -247,18 +242,6 @@ def gradients_of(stages: Stages, *, is_numbered: bool) -> dict[str, Tensor]:
         if p.requires_grad
     ]
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    dropouts = {name: getattr(F, name) for name in ("dropout", "alpha_dropout")}
-    for name in dropouts:
-        setattr(F, name, lambda x, *args, **kwargs: x)
-    try:
-        yield
-    finally:
-        for name, function in dropouts.items():
-            setattr(F, name, function)
 
 
 @contextmanager

@@ -24,6 +24,11 @@ CASE = "S64 M2 P2 hidden 64 blocks 4"
 FORKED = Path(__file__).parents[1] / "support" / "forked_benchmark.py"
 
 
+@pytest.fixture(autouse=True)
+def scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
 def run(folder: Path, script: str, *arguments: str) -> str:
     """What a benchmark prints."""
     code, out, err = Script(FORKED, [str(FOLDER / script), *arguments], folder, environment()).finish(240)
@@ -113,7 +118,6 @@ def test_every_script_of_the_index_has_a_test() -> None:
 
 def test_every_form_of_attention_is_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong one ends the script."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     import attention
 
     for name in ("REPETITION_SECONDS", "SLOWED"):
@@ -130,14 +134,6 @@ def test_every_form_of_attention_is_checked_and_measured(monkeypatch: pytest.Mon
 
 
 # -- what single scripts judge -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pipeline(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import pipeline
-
-    return pipeline
 
 
 def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
@@ -161,9 +157,8 @@ def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
     assert "refuses: DualPipeV requires" in out and "unmeasured (2)" in out
 
 
-def test_a_ratio_is_of_counted_pairs_only(monkeypatch, tmp_path):
+def test_a_ratio_is_of_counted_pairs_only(tmp_path):
     """A step that others disturbed is far too slow, and does not count."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     from common import Records
 
     results = Records(str(tmp_path / "results"))
@@ -175,7 +170,9 @@ def test_a_ratio_is_of_counted_pairs_only(monkeypatch, tmp_path):
     assert results.missing(["a", "b"], 18, case="one") == 3
 
 
-def test_results_of_another_commit_are_not_mixed_in(pipeline, tmp_path):
+def test_results_of_another_commit_are_not_mixed_in(tmp_path):
+    import pipeline
+
     results = pipeline.Records(str(tmp_path / "results"))
     results.add(what="header", lines=["# another", "# commit 0", "# machine"])
     with pytest.raises(SystemExit, match="holds results of\n# another"):
@@ -191,8 +188,7 @@ def test_the_split_backward_is_measured_beside_torchs(monkeypatch, tmp_path):
     assert len(cells) == 2 and all(min(cell) > 0 for cell in cells)
 
 
-def test_the_longest_sequence_is_found_from_growth(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
+def test_the_longest_sequence_is_found_from_growth(tmp_path):
     import memory
     from arms import Case
 
@@ -209,9 +205,8 @@ def test_the_longest_sequence_is_found_from_growth(monkeypatch, tmp_path):
         assert len(results.of("attempt")) <= 6
 
 
-def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
+def test_plans_under_caps_are_judged(tmp_path, capsys):
     """A rank's own receive places count, those of its neighbour do not; a step beside others does not either."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     import caps
     from arms import Case
 

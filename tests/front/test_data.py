@@ -13,18 +13,13 @@ data = pytest.importorskip("data", reason="needs torch and tokenizers")
 tokenizers = pytest.importorskip("tokenizers")
 
 
-def write_folder(root: Path, count: int = 240) -> Path:
-    root.mkdir()
-    for i in range(count):
-        (root / f"file{i}.txt").write_text(f"document {i} says that {i} times two is {2 * i}; naïve, 你好\n" * 3)
-    return root
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    base = tmp_path_factory.mktemp("data")
-    folder = write_folder(base / "text")
-    return folder, data.prepare(data.Corpus(folder), base / "cache", vocab=300)
+    folder, cache = (tmp_path_factory.mktemp("data") / name for name in ("text", "cache"))
+    folder.mkdir()
+    for i in range(240):
+        (folder / f"file{i}.txt").write_text(f"document {i} says that {i} times two is {2 * i}; naïve, 你好\n" * 3)
+    return folder, data.prepare(data.Corpus(folder), cache, vocab=300)
 
 
 def test_tokens_decode_to_the_text_and_every_twentieth_document_is_held_out(prepared: tuple[Path, Path]) -> None:

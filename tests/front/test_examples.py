@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torch", reason="the examples train torch modules")
 pytest.importorskip("tokenizers", reason="the examples tokenise text")
 from scripts import Script, environment, start_ranks
 
@@ -303,22 +302,24 @@ def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> 
     assert first.startswith("import os") and len(first) > len("import os\n") and first == again
 
 
-def test_the_essence_compares_itself_with_the_whole_model() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run([*command, EXAMPLES / "essence.py"], env=environment(), capture_output=True, text=True)
+def torchrun(num_ranks: int, script: str) -> str:
+    """What an example prints that a user starts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run([*command, EXAMPLES / script], env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    errors = [float(error) for error in re.findall(r"by (\S+) of their norm", done.stdout)]
+    return done.stdout
+
+
+def test_the_essence_compares_itself_with_the_whole_model() -> None:
+    errors = [float(error) for error in re.findall(r"by (\S+) of their norm", torchrun(3, "essence.py"))]
     assert len(errors) == 3 and max(errors) < 1e-12
 
 
 def test_use_trains_and_tells_what_it_measured() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "use.py")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    said = torchrun(2, "use.py")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
-    assert "segments held at most [5, 4]" in done.stdout  # min(P - p - 1 + k, M k)
+    assert "segments held at most [5, 4]" in said  # min(P - p - 1 + k, M k)
     assert len((EXAMPLES / "use.py").read_text().splitlines()) < 100
 
 

@@ -1,4 +1,4 @@
-"""What is built and how it is put together: imports without torch, links nothing it must not, says what it offers."""
+"""What is built and how it is put together: it loads and links nothing it must not, and says what it offers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,47 @@ def output_of(tool: str, *arguments: str) -> str:
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} (binutils) is not installed")
     return subprocess.run([tool, *arguments, _C.__file__], capture_output=True, text=True, check=True).stdout
+
+
+def modules_after(*statements: str) -> list[set[str]]:
+    """What an interpreter of its own has loaded after each of these statements, one after another."""
+    printed = run_python("import sys\n" + "".join(f"{statement}\nprint(*sys.modules)\n" for statement in statements))
+    return [set(line.split()) for line in printed.splitlines()]
+
+
+def parts(modules: set[str], package: str) -> list[str]:
+    return sorted(name for name in modules if name == package or name.startswith(f"{package}."))
+
+
+def test_the_package_alone_needs_no_torch_no_planner_and_no_drawing() -> None:
+    [modules] = modules_after("import seq1f1b; seq1f1b.partition_sequence(8, 2, strategy='even')")
+    for package in ("torch", "numpy", "seq1f1b.planning", "seq1f1b.view", "seq1f1b.engine", "seq1f1b.plan"):
+        assert parts(modules, package) == []
+
+
+def test_what_trains_loads_no_compiler_no_planner_and_no_drawing() -> None:
+    """Torch's compiler takes longer to import than torch itself; torch's own schedules and checkpoints load it."""
+    engine, ours, torchs = modules_after(
+        "import seq1f1b; seq1f1b.PipelineEngine",
+        "seq1f1b.carry_in, seq1f1b.causal_attention",
+        "seq1f1b.ScheduleSeq1F1B, seq1f1b.PipelineState",
+    )
+    assert parts(engine, "seq1f1b.engine.engine")
+    for package in (
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ):
+        assert parts(engine | ours, package) == []
+    for package in ("seq1f1b.planning", "seq1f1b.view"):
+        assert parts(engine | ours | torchs, package) == []
+
+
+def test_a_plan_is_read_without_the_planner() -> None:
+    [modules] = modules_after("from seq1f1b.plan import Plan")
+    assert parts(modules, "seq1f1b.planning") == [] and parts(modules, "torch") == []
 
 
 def test_neither_import_nor_a_step_asks_the_network() -> None:

@@ -39,12 +39,16 @@ ARGUMENTS = {"Costs", "Limits", "Links", "Loss", "Memory", "Noise", "StepMemory"
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
+def file_of(module: str) -> Path:
+    place = ROOT.joinpath(*module.split("."))
+    files = (place.with_suffix(".py"), place / "__init__.py", place.with_suffix(".pyi"))
+    return next(file for file in files if file.exists())
+
+
 @cache
 def source(module: str) -> tuple[list[bytes], ast.Module]:
     """The lines of a module, and its syntax tree."""
-    place = ROOT.joinpath(*module.split("."))
-    files = (place.with_suffix(".py"), place / "__init__.py", place.with_suffix(".pyi"))
-    text = next(file for file in files if file.exists()).read_bytes()
+    text = file_of(module).read_bytes()
     return text.splitlines(keepends=True), ast.parse(text)
 
 
@@ -183,16 +187,10 @@ def documented() -> dict[tuple[str, str], Shown]:
     return names
 
 
-def ring_of(module: str) -> str:
-    place = Path(*module.split("."))
-    file = next(f for f in (place.with_suffix(".py"), place / "__init__.py", place.with_suffix(".pyi")) if f.exists())
-    return rings.ring_of(str(file))
-
-
 def names_of(ring: str) -> list[tuple[str, str]]:
     """All that a page describes, and the ``__all__`` of modules that are promised whole: where and under which name."""
     found = {*documented(), *((module, name) for module in WHOLE for name in exported(module))}
-    return sorted(one for one in found if ring_of(one[0]) == ring)
+    return sorted(one for one in found if rings.ring_of(str(file_of(one[0]).relative_to(ROOT))) == ring)
 
 
 def members_of(module: str, node: ast.ClassDef) -> set[str]:

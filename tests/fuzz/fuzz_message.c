@@ -1,4 +1,5 @@
-/* fuzz_message.c - does a corrupted header in a place end in an error, never in a read outside the place?
+/* fuzz_message.c - does a corrupted header in a place end in an error, never in a read outside the place, and is no
+ * message taken for another one?
  *
  * Rank 0 sends rank 1 the activations of two segments over an arena that both map. Then the input overwrites parts of
  * the two headers, as a peer could that runs other code, and the executor of rank 1 walks its step on them. Whatever
@@ -181,6 +182,14 @@ static void corrupt(fuzz_input *in, s1f_message *header)
         memcpy((char *)header + at, &value, bytes);
 }
 
+/* Another pass may make the same. */
+static int names_the_same(const s1f_message *one, const s1f_message *other)
+{
+    return one->step == other->step && one->sequence == other->sequence && one->source_stage == other->source_stage &&
+           one->destination_stage == other->destination_stage && one->microbatch == other->microbatch &&
+           one->segment == other->segment && one->training == other->training;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     static pipeline *p;
@@ -197,14 +206,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         atomic_store(&((s1f_signal *)p->arenas[e])->position, UINT64_MAX); /* the credits: a sender never waits */
         REQUIRE(s1f_p2p_begin_step(p->ends[0][e], edges[e].num_places) == S1F_OK);
     }
-    s1f_message *headers[NUM_SEGMENTS];
+    s1f_message *headers[NUM_SEGMENTS], sent[NUM_SEGMENTS];
     for (int32_t segment = 0; segment < NUM_SEGMENTS; segment++) {
         send_forward(p, segment);
         headers[segment] = s1f_arena_place(p->ends[0][p->incoming], p->places[segment]);
+        sent[segment] = *headers[segment];
     }
     for (int i = 0; i < MOST_EDITS && in.left > 0; i++)
         corrupt(&in, headers[take_below(&in, NUM_SEGMENTS)]);
+    int are_as_sent = 1;
     for (int32_t segment = 0; segment < NUM_SEGMENTS; segment++) {
+        are_as_sent &= names_the_same(headers[segment], &sent[segment]);
         seal(headers[segment]);
         REQUIRE(s1f_message_payload_bytes(headers[segment]) >= -1); /* what a relay looks at first */
     }
@@ -212,7 +224,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int64_t sizes[NUM_SEGMENTS] = {size_of_segment(0), size_of_segment(1)};
     s1f_status status = s1f_executor_step(p->executor, p->step, 1, learns ? 0 : SEQUENCE, learns ? NULL : sizes, NULL);
     if (status == S1F_OK)
-        REQUIRE(p->num_run == 2 * NUM_SEGMENTS);
+        REQUIRE(p->num_run == 2 * NUM_SEGMENTS && are_as_sent);
     else
         REQUIRE((status == S1F_ERR_ARG || status == S1F_ERR_STATE) && s1f_last_error()[0] != '\0');
     REQUIRE(!s1f_group_has_failed(p->groups[1])); /* nobody waited */

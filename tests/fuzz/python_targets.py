@@ -50,17 +50,6 @@ def _require_no_nan(text: str) -> None:
     assert "nan" not in text.replace("nanosecond", ""), text
 
 
-def _values_of(found: Any) -> Iterator[Any]:
-    """All that is not a container, in nested lists and objects."""
-    if isinstance(found, dict):
-        found = [*found.keys(), *found.values()]
-    if isinstance(found, (list, tuple)):
-        for each in found:
-            yield from _values_of(each)
-    else:
-        yield found
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 

@@ -156,17 +156,6 @@ def clang() -> list[str]:
     return [found]
 
 
-def build_with_clang(targets: list[str], work: Path) -> dict[str, Path]:
-    if not targets:
-        return {}
-    flags = ["-O2", f"-fsanitize=fuzzer-no-link,{SANITIZERS}"]
-    return build(targets, work, clang(), flags, [f"-fsanitize=fuzzer,{SANITIZERS}"], ())
-
-
-def first_line(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-
-
 def header_of(targets: list[str]) -> str:
     """The top of a result, with the versions of the fuzzers."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -175,17 +164,20 @@ def header_of(targets: list[str]) -> str:
     sys.argv[1:] = re.sub(r"--(work|out)[ =]\S+", "", " ".join(sys.argv[1:])).split()  # folders of this machine
     lines = [header("fuzzing: any input ends in a value or in a documented error")]
     if set(targets) & set(c_targets()):
-        lines.append(f"# {first_line([*clang(), '--version'])}, -fsanitize=fuzzer,{SANITIZERS}")
+        version = subprocess.run([*clang(), "--version"], capture_output=True, text=True, check=True).stdout
+        lines.append(f"# {version.splitlines()[0]}, -fsanitize=fuzzer,{SANITIZERS}")
     if set(targets) & set(PYTHON_TARGETS):
-        from importlib.metadata import version
+        from importlib import metadata
 
-        lines.append(f"# atheris {version('atheris')}: the package's Python is instrumented, its C is not")
+        lines.append(f"# atheris {metadata.version('atheris')}: the package's Python is instrumented, its C is not")
     return "\n".join(lines)
 
 
 def run_fuzzers(targets: list[str], work: Path, options: argparse.Namespace) -> int:
     (work / "build").mkdir(parents=True, exist_ok=True)
-    programs = build_with_clang([target for target in targets if target not in PYTHON_TARGETS], work / "build")
+    in_c, flags = [target for target in targets if target not in PYTHON_TARGETS], ["-O2"]
+    flags.append(f"-fsanitize=fuzzer-no-link,{SANITIZERS}")
+    programs = build(in_c, work / "build", clang(), flags, [f"-fsanitize=fuzzer,{SANITIZERS}"], ()) if in_c else {}
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(
             pool.map(lambda target: fuzz(target, programs, work, options.inputs, options.python_seconds), targets)

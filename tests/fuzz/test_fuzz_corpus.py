@@ -5,29 +5,22 @@ The targets in C run under gcc's Address- and UndefinedBehaviorSanitizer. `tests
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import run
 from python_targets import TARGETS
 
 HERE = Path(__file__).parent
 INPUTS = sorted(path for name in TARGETS for path in (HERE / "corpus" / name).iterdir())
 
 
-def runner():
-    spec = importlib.util.spec_from_file_location("seq1f1b_fuzz", HERE / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_inputs_of_the_targets_in_c() -> None:
     done = subprocess.run([sys.executable, HERE / "run.py", "--corpus"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = runner().c_targets()
+    names = run.c_targets()
     assert [line.split()[0] for line in done.stdout.splitlines()] == names and len(names) >= 6
     assert all(line.endswith(" inputs, ok") for line in done.stdout.splitlines())
 
@@ -39,7 +32,6 @@ def test_inputs_of_the_targets_in_python(path: Path) -> None:
 
 
 def test_every_target_has_inputs() -> None:
-    run = runner()
     assert set(run.PYTHON_TARGETS) == set(TARGETS)
     for name in [*run.c_targets(), *TARGETS]:
         assert any((HERE / "corpus" / name).iterdir()), name

@@ -26,7 +26,9 @@ P, M, K = 4, 8, 4
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, weights="planned", sizes=(64,) * K):
+def step_of(
+    name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, sizes=(64,) * K, layers=(), num_ranks=P, **options
+):
     """A step whose units take ``seconds(unit)``, as it would be measured: simulated with all that delays it.
 
     Args:
@@ -34,15 +36,15 @@ def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, weig
         late: seconds by which rank 1 enters late.
         transfer: seconds of a message.
     """
-    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": len(sizes)}
-    schedule = seq1f1b.build_schedule(name, **counts, weights=weights)
+    counts = {"num_ranks": num_ranks, "num_microbatches": M, "num_segments": len(sizes)}
+    schedule = seq1f1b.build_schedule(name, **counts, **options)
     seconds = seconds or (lambda unit: SECONDS[unit.kind])
     units = [[seconds(unit) for unit in order] for order in schedule.ranks]
     delayed = [[each + own for each in track] for track in units]
     delayed[1][0] += late
     makespan = schedule.simulate(Costs(links=Links(latency=transfer)), durations=delayed).makespan
     owns = [own * len(track) for track in units]
-    return StepTimes(schedule, units, owns, [0, late, 0, 0], makespan, tuple(sizes))
+    return StepTimes(schedule, units, owns, [0, late, 0, 0][:num_ranks], makespan, tuple(sizes), layers)
 
 
 def causes_of(step):
@@ -81,17 +83,13 @@ def test_a_slow_stage_makes_the_others_wait():
     assert "because stage 2 takes 1.33 times the mean stage: move layers from stage 2 to stage 0" in found
 
 
-def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b", stages_per_rank=1):
+def step_of_layers(layers, *, head=0.0, embedding=0.0, stages_per_rank=1, **options):
     """Stages of so many layers of 1 s forward, and a head and an embedding of so many layers' time."""
-    counts = {"num_ranks": len(layers) // stages_per_rank, "num_microbatches": 8, "num_segments": 2}
-    schedule = seq1f1b.build_schedule(name, **counts, stages_per_rank=stages_per_rank)
     cost = [float(n) for n in layers]
     cost[0] += embedding
     cost[-1] += head
-    units = [[SECONDS[unit.kind] * cost[unit.stage] for unit in order] for order in schedule.ranks]
-    nothing = [0.0] * len(units)
-    makespan = schedule.simulate(durations=units).makespan
-    return StepTimes(schedule, units, nothing, nothing, makespan, (64, 64), tuple(layers))
+    options |= {"num_ranks": len(layers) // stages_per_rank, "stages_per_rank": stages_per_rank, "sizes": (64, 64)}
+    return step_of(seconds=lambda unit: SECONDS[unit.kind] * cost[unit.stage], layers=tuple(layers), **options)
 
 
 of_stages = _REMEDIES["stages"]  # what is said about stages, whatever the main cause is

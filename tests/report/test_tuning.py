@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
 from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine, PipelineError
@@ -187,27 +185,11 @@ def test_where_reruns_are_to_be_equal_nothing_is_tuned() -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    model = whole_model(CONFIG)
-
-    def make(group: Any, **options: Any) -> None:
-        engine_of(group, model, **options)
-
+    model, group = whole_model(CONFIG), seq1f1b.LoopbackGroup(1)[0]
     with pytest.raises(ValueError, match=r"schedule='tuned' finds the number of segments"):
-        make(seq1f1b.LoopbackGroup(1)[0], num_segments=2, segment_sizes=[64, 64])
+        engine_of(group, model, num_segments=2, segment_sizes=[64, 64])
     with pytest.raises(ValueError, match=r"there is no schedule named .tunde.*did you mean .tuned"):
-        make(seq1f1b.LoopbackGroup(1)[0], schedule="tunde")
-
-
-def _replica(rank: int, group: Any) -> None:
-    stage = DistributedDataParallel(whole_model(CONFIG, torch.float32))
-    with pytest.raises(ValueError, match="another order in each replica"):
-        PipelineEngine(
-            stage, num_microbatches=2, loss_fn=cross_entropy, group=seq1f1b.LoopbackGroup(1)[0], schedule="tuned"
-        )
-
-
-def test_replicas_are_refused() -> None:
-    run_processes(2, _replica)
+        engine_of(group, model, schedule="tunde")
 
 
 def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

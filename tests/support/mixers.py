@@ -556,7 +556,6 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def told_by(step: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         step()
     return [str(warning.message) for warning in caught if warning.category is seq1f1b.SegmentWarning]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tiny_model import Stage, cross_entropy
@@ -13,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 class Head(nn.Module):
     """The last stage's norm and head, inside the loss."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.norm, self.head = stage.norm, stage.head
+        self.norm, self.head, self.loss_fn = stage.norm, stage.head, loss_fn
 
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(self.head(self.norm(hidden)), target)
+    def forward(self, hidden: Tensor, target: Tensor) -> Any:
+        return self.loss_fn(self.head(self.norm(hidden)), target)
 
 
-def take_head(stage: Stage) -> Head:
-    head = Head(stage)
+def take_head(stage: Stage, loss_fn: Callable[..., Any] = cross_entropy) -> Head:
+    head = Head(stage, loss_fn)
     del stage.norm, stage.head
     return head
 

@@ -22,8 +22,6 @@ class Trapped(nn.Module):
     Attributes:
         at: the unit, as F1.0, B1.0 or I1.0; W after :func:`trap_weights`.
         calls: forwards so far.
-        received: what the trapped unit has received.
-        change: what becomes of its output.
         last_work: when the stage was last seen to work: no wait of its rank that is open began before.
     """
 
@@ -31,8 +29,6 @@ class Trapped(nn.Module):
         super().__init__()
         self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
         self.at, self.trap, self.calls = at, trap, 0
-        self.received: Tensor | None = None
-        self.change: Callable[[Tensor], Tensor] | None = None
         self.last_work = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,8 +36,6 @@ class Trapped(nn.Module):
         self.calls += 1
         y = self.stage(x)
         if self.at == f"F{unit}":
-            self.received = x
-            y = y if self.change is None else self.change(y)
             self.trap()
         if y.requires_grad:
             y.register_hook(lambda grad: self.backward(unit, grad))
@@ -51,7 +45,6 @@ class Trapped(nn.Module):
     def backward(self, unit: str, grad: Tensor) -> None:
         self.last_work = time.monotonic()
         if self.at in (f"B{unit}", f"I{unit}"):
-            self.received = grad
             self.trap()
 
 
@@ -66,4 +59,4 @@ def trap_weights(engine: PipelineEngine, stage: Trapped) -> None:
             stage.trap()
         weight(cell, received)
 
-    feature.weight = trapped  # type: ignore[method-assign]
+    feature.weight = trapped  # type: ignore[method-assign]  # of this engine's stage alone

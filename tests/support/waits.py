@@ -53,7 +53,7 @@ class Waits(TorchDispatchMode):
             if code.co_filename.endswith("seq1f1b/engine/step.py") and code.co_name in ("run", "fill", "prepare"):
                 place = "before" if code.co_name == "prepare" else "within"
                 break
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back  # type: ignore[assignment]  # None above the first call
         self.found[place] += 1
         self.names.append(f"{name} {place} the units")
 
