@@ -13,25 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from exact_cases import makespan
 
-from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule
+from seq1f1b import Costs, Schedule, ScheduleError, build_schedule
 from seq1f1b.schedule import StepMemory, families
 
 AUTO = next(family for family in families() if family.name == "auto")
-
-
-def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
-    forward, inputs, weight = options.get("costs", (1, 1, 1))
-    if isinstance(forward, list):
-        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
-    else:
-        backward = inputs + weight
-    places = schedule.num_microbatches * schedule.num_segments
-    return (
-        schedule.replace(prefetch=places)
-        .simulate(Costs(forward, backward, weight, links=Links(latency=options.get("transfer", 0))))
-        .makespan
-    )
 
 
 def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
