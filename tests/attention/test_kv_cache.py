@@ -203,9 +203,10 @@ def test_stages_of_one_rank_keep_their_own_rows() -> None:
     outs = {}
     for s, (offset, length) in enumerate([(0, 4), (4, 2)]):
         for stage in (0, 3):
-            core.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, "thread")
+            place = (s - 1, 1 - s, [(0, offset + length, 0)], [length])
+            core.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, place)
             outs[stage, s] = causal_attention(*(t[:, :, offset : offset + length] for t in qkv(stage)), layer=0)
-            core.current_unit_clear("thread")
+            core.current_unit_clear()
     for stage in (0, 3):
         whole = causal_attention(*qkv(stage), layer=0)
         torch.testing.assert_close(torch.cat([outs[stage, 0], outs[stage, 1]], dim=2), whole)
