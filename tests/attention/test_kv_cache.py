@@ -6,11 +6,13 @@ import ctypes
 import gc
 import os
 import re
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 from core_extension import core
-from processes import run_fresh_processes
+from processes import results_of
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -237,10 +239,7 @@ def test_bytes_are_those_of_the_plan(v_head_dim: int) -> None:
         assert [layer[1:] for layer in _C.kv_cache_layers(cache)] == [of_token] * layers
 
 
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory: resident says nothing"
-)
-def resident_slabs(rank: int, world: int, tokens: int) -> None:
+def resident_slabs(rank: int, pipe: Connection, tokens: int) -> None:
     def resident() -> int:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what torch's tensors left in the heap
@@ -284,8 +283,11 @@ def resident_slabs(rank: int, world: int, tokens: int) -> None:
         assert before - resident() > 28 << 20  # all were resident
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory: resident says nothing"
+)
 @pytest.mark.parametrize("tokens", [8192, 4096])
-def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int):
+def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int, tmp_path: Path):
     """In a fresh process, 8 MiB of K, V, dK and dV each: after a step no more than the pages at segment borders stay.
     Those of a shorter sequence stay, for its attention would take little longer than the page faults."""
-    run_fresh_processes(1, resident_slabs, tokens)
+    assert results_of(1, tmp_path, resident_slabs, tokens) == [None]

@@ -106,14 +106,6 @@ def run_processes(world: int, fn: Callable[..., Any], *arguments: Any) -> list[A
     return LIVING.run(world, fn, arguments)
 
 
-def run_fresh_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
-    """Calls ``fn(rank, world, *arguments)`` in processes of its own, of which one may leave before the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
-        while not processes.join():
-            pass
-
-
 def give_back_what_is_freed() -> None:
     """Has glibc give the memory of a tensor back as it is freed, in this process: a heap would keep some of it."""
     m_mmap_threshold = -3  # malloc.h
