@@ -35,17 +35,9 @@ MIXED = SMALL._replace(kinds=(LayerKind(), WINDOW, STATE), pattern=(0, 1, 2))
 def ideal(**changes: float) -> Hardware:
     """A machine whose only cost is the FLOP: its peak, nothing else."""
     machine = load_hardware("a100")
-    zero = (
-        "launch",
-        "unit_overhead",
-        "split_backward_extra",
-        "inside_latency",
-        "between_latency",
-        "collective_latency",
-    )
-    values = dict.fromkeys((*zero, "attention_forward_rows", "attention_backward_rows"), 0.0)
+    free = {"launch": 0.0, "overhead": 0.0, "extra": 0.0, "latency": 0.0, "rows": 0.0, "efficiency": 1.0}
+    values = {name: free[name.split("_")[-1]] for name in vars(machine) if name.split("_")[-1] in free}
     values |= dict.fromkeys(("bandwidth", "inside_bandwidth", "between_bandwidth"), 1e30)
-    values |= dict.fromkeys((name for name in vars(machine) if name.endswith("_efficiency")), 1.0)
     return replace(machine, **{**values, "peak": 1e9, "head_tile": 1.0, **changes})
 
 
