@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_extension import core
+from core_extension import instructions_of
 from flat_costs import simulation_of
 from orders import random_order
 
 from seq1f1b import _C, Costs, Links, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import Family, StepMemory, families
-from seq1f1b.unit import unit_of
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
 FAMILIES = {family.name: family for family in families()}
@@ -149,8 +148,8 @@ def program_lines(schedule: Schedule, prefetch: int, receives: bool) -> Iterator
         yield f"peak {tuple(_C.program_stage_peak(handle, stage))}"
     for rank in range(schedule.num_ranks):
         yield f"rank {rank}"
-        for op, edge, unit, place, kv_slot, grad_slot, sequence in core.program_instructions(handle, rank):
-            yield f"{_C.OPCODES[op]} {edge} {unit_text(unit_of(unit))} {place} {kv_slot} {grad_slot} {sequence}"
+        for op, edge, unit, place, kv_slot, grad_slot, sequence in instructions_of(handle, rank):
+            yield f"{op} {edge} {unit_text(unit)} {place} {kv_slot} {grad_slot} {sequence}"
 
 
 def programs(schedule: Schedule, label: str, receives: bool = False) -> Iterator[str]:
