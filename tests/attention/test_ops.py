@@ -140,10 +140,7 @@ def bad_calls() -> list[tuple[str, Callable[[], object]]]:
         ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
         ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
         ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
-        (
-            "segment_attention outside a step",
-            lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),
-        ),
+        ("segment_attention outside", lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS)),
         ("dout is .* agree with q and v", lambda: back(q[..., :3], q, k, v, out, lse, *extras, *OPTIONS)),
         (
             "segment_attention outside a step",

@@ -292,11 +292,7 @@ def refusals(rank: int, world: int) -> None:
     for arguments, options, text in [
         ((q[:, :3], k, k), {}, "q has 3 heads, which the 2 ranks of the group do not divide"),
         ((q, k, k), {}, "kv_heads must divide heads"),
-        (
-            (q, q, q),
-            {"doc_ids": docs},
-            r"doc_ids is \(1, 9\), must be \(1, 6\), as q, or of the whole segment, \(1, 12\)",
-        ),
+        ((q, q, q), {"doc_ids": docs}, r"doc_ids is \(1, 9\), must be \(1, 6\), as q, or .* segment, \(1, 12\)"),
     ]:
         with pytest.raises(ValueError, match=text):
             seq1f1b.ulysses_attention(*arguments, group=group, layer=0, **options)

@@ -108,21 +108,13 @@ def test_caps_in_bytes() -> None:
     ("options", "error", "message"),
     [
         ({"cap": 3}, ScheduleError, "auto needs cap >= v k: here P = 2 ranks"),
-        (
-            {"unit_bytes": [[3, 2]] * 4, "cap_bytes": [10, 9]},
-            ScheduleError,
-            "auto needs cap_bytes >= 10 on rank 1: here P = 2 ranks",
-        ),
+        ({"unit_bytes": [[3, 2]] * 4, "cap_bytes": [10, 9]}, ScheduleError, "auto needs cap_bytes >= 10 on rank 1"),
         ({"unit_bytes": 3}, ValueError, "unit_bytes and cap_bytes go together: give both"),
         ({"unit_bytes": 3, "cap_bytes": 50, "cap": 9}, ValueError, "are two forms of one cap: give one"),
         ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes holds -3 bytes, must be in 0.."),
         ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes holds 4611686018427387904 bytes, must"),
         ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes holds -50 bytes, must be in 0.."),
-        (
-            {"unit_bytes": 3, "cap_bytes": [50]},
-            ValueError,
-            "cap_bytes must be a number or hold 2 values, one of each rank: it holds 1",
-        ),
+        ({"unit_bytes": 3, "cap_bytes": [50]}, ValueError, "cap_bytes must be a number or hold 2 values, one of"),
         ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 x 2 values"),
         ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
         ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),
