@@ -1,4 +1,4 @@
-"""Is every family's order, its lowered program and its simulated step what it was at commit 1501567?
+"""Is every family's order, its lowered program and its simulated step what it was before?
 
 ``data/orders.json`` holds the number of cases and a SHA-256 digest for each family and kind of result:
 
@@ -9,14 +9,7 @@
     critical  slack and critical path of every unit
     memory    peaks of every kind of bytes
 
-The digests were computed at commit 1501567. A digest that changes means that behaviour changed: a commit that rewrites
-one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
-``(F5.0;B1.0)``; all its digests are those of the order without pairs.
-Those of programs, times and bytes are of orders that keep, with more places than one beyond those needed at once, what
-breaks their cycles with one, and that have no more with none than with one: a smaller number got more on some edges.
-Programs with ``prefetch=1`` are those of that commit.
-Those of ``memory`` are of receive places as large as the largest message that comes into each; they were as large as
-the largest of all.
+A digest that changes means that behaviour changed: a commit that rewrites one says which order changed and why.
 
     export PYTHONPATH=tests/support
     python tests/schedules/test_pinned_orders.py --write              compute and write all digests
