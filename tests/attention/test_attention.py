@@ -248,7 +248,7 @@ def test_bad_input_is_named(name: str) -> None:
 @pytest.mark.parametrize("layer, error", [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("0", TypeError)])
 def test_bad_layer_handles(layer: object, error: type[Exception]) -> None:
     with pytest.raises(error):
-        layer_handle(layer)  # type: ignore[arg-type]
+        layer_handle(layer)  # type: ignore[arg-type] # what is refused
 
 
 def test_compiled_code_refuses_wide_documents() -> None:

@@ -105,13 +105,13 @@ def test_a_state_does_not_run_ahead_of_what_was_handed_out() -> None:
     time.sleep(0.1)
     state = made.state_dict()
     assert state["steps"] == 1 and state["begin"] == len(first.documents)
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()  # type: ignore[attr-defined] # of a generator, which iter() does not promise
 
 
 class Documents(torch.utils.data.Dataset[Any]):
     """Gives back the step that it was handed, and its documents in rows."""
 
-    def __getitem__(self, step: PlannedStep) -> Any:  # type: ignore[override]
+    def __getitem__(self, step: PlannedStep) -> Any:  # type: ignore[override] # its index is a step
         return step.plan.join(
             [torch.full((n,), i) for i, n in zip(step.documents, step.plan.lengths, strict=True)]
         ), step

@@ -125,7 +125,7 @@ def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
     norms = torch.stack([t.double().norm() for t in truth])
     floor = 0.1 * norms.square().mean().sqrt()
     differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(got, truth, strict=True)])
-    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return]
+    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return] # floats
 
 
 def segmented(

@@ -112,8 +112,8 @@ def by_units(
             else:
                 outs[s].backward(dout[:, :, rows])
     segments = range(len(step.sizes))
-    of_grads = ([leaves[s][i].grad for s in segments] for i in range(3))
-    return [torch.cat([outs[s].detach() for s in segments], 2), *(torch.cat(grads, 2) for grads in of_grads)]  # type: ignore[arg-type]
+    grads = (torch.cat([leaves[s][i].grad for s in segments], 2) for i in range(3))  # type: ignore[misc] # all have one
+    return [torch.cat([outs[s].detach() for s in segments], 2), *grads]
 
 
 class Case:

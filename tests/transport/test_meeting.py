@@ -244,10 +244,10 @@ def be_struck(rank: int, pipe: Connection, kind: str, how: str, turn: int) -> An
 
     engine(transport=kind).close()
     before, gather, began = held(), Meeting.gather, time.monotonic()
-    Meeting.gather = struck  # type: ignore[method-assign]
+    Meeting.gather = struck  # type: ignore[method-assign] # in this process alone
     limits = Limits(step=2.0, first_step=2.0)
     name, text, _, ended = outcome(lambda: engine(transport=kind, limits=limits).close())
-    Meeting.gather = gather  # type: ignore[method-assign]
+    Meeting.gather = gather  # type: ignore[method-assign] # as it was
     if how == "is killed":
         return name, text, ended - began, before, before
     dist.barrier()
