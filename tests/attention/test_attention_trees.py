@@ -80,7 +80,7 @@ def test_a_forward_after_its_parents_backward() -> None:
     """The parent said that nothing follows it."""
     step = SimulatedStep([2, 2, 2], parents=[-1, 0, 1])
     place = step.place
-    step.place = lambda s: (*place(s)[:1], 0, *place(s)[2:]) if s == 1 else place(s)  # type: ignore[method-assign] # leaf
+    step.place = lambda s: (place(s)[0], 0, *place(s)[2:]) if s == 1 else place(s)  # type: ignore[method-assign] # leaf
     for unit, segment in (("F", 0), ("F", 1), ("B", 1)):
         with step.unit(unit, 0, segment):
             pass
