@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from core_extension import core
-from processes import results_of
+from processes import resident_bytes, results_of
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -243,8 +243,7 @@ def resident_slabs(rank: int, pipe: Connection, tokens: int) -> None:
     def resident() -> int:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what torch's tensors left in the heap
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+        return resident_bytes()
 
     class Attends(torch.nn.Module):
         def __init__(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable
 
 import pytest
 import torch
+from processes import resident_bytes
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -166,11 +166,6 @@ def test_a_failure_keeps_its_status() -> None:
     with pytest.raises(RuntimeError):
         ops.segment_attention(q, k, v, layer_handle(0), none(), none(), none(), *OPTIONS)
     assert type(_C.take_op_failure()) is RuntimeError
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def test_nothing_leaks() -> None:

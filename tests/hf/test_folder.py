@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import give_back_what_is_freed, run_processes
+from processes import give_back_what_is_freed, resident_bytes, run_processes
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -281,12 +281,6 @@ def test_a_file_and_options_of_a_folder(tmp_path):
 # -- the memory of a rank ----------------------------------------------------------------------------------------------
 
 
-def resident(peak: bool = False) -> int:
-    field = "VmHWM:" if peak else "VmRSS:"
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
-
-
 def forget_the_peak() -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
@@ -297,10 +291,10 @@ def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures
 
     def run(source: Path) -> tuple[float, float]:
         forget_the_peak()
-        before = resident()
+        before = resident_bytes()
         stage = pipeline_stage(source, rank, world)
         share = sum(p.nbytes for p in stage.parameters())
-        found = share, (resident(peak=True) - before) / share
+        found = share, (resident_bytes(peak=True) - before) / share
         engine = engine_of(stage, None, num_segments=2)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
         tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))

@@ -112,6 +112,13 @@ def give_back_what_is_freed() -> None:
     assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
 
 
+def resident_bytes(peak: bool = False) -> int:
+    """Of this process, now or at its peak."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
+
+
 def shared_memory_names() -> set[str]:
     """Names of shared segments and semaphores, but for Python's own locks, which other tests may hold."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
