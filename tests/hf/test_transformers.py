@@ -283,10 +283,7 @@ def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (
-            "gemma2",
-            "the vocabulary of Gemma2ForCausalLM cannot be spread .*: 'model.embed_tokens' is a Gemma2TextScaled",
-        ),
+        ("gemma2", "the vocabulary of Gemma2ForCausalLM cannot be spread .*'model.embed_tokens' is a Gemma2Text"),
         ("granite", 'GraniteForCausalLM changes its logits behind the head.* use vocabulary="ends"'),
     ],
 )
@@ -315,26 +312,23 @@ def test_a_stage_of_transformers_has_the_attributes_and_the_names_of_the_model()
     assert {*first, *last} - {"lm_head.weight"} == {name for name, _ in model.named_parameters()}
     copies = [stage.tied_parameters["transformer.wte.weight"] for stage in stages]
     assert torch.equal(*copies) and copies[0] is not copies[1] and copies[1].no_weight_decay
-
-
-@pytest.mark.parametrize("vocabulary", ["ends", "ranks"])
-def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
-    model = build("gpt2")
-    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
-    told = "tied parameter 'transformer.wte.weight' has copies on several stages, and hooks"
-    with pytest.raises(ValueError, match=told):
-        pipeline_stage(model, 1, 2, vocabulary=vocabulary)
-
-
-def test_a_hook_of_a_spread_vocabulary_is_refused_and_attributes_are_carried():
     model = build("gpt2", tie_word_embeddings=False)
     model.lm_head.weight.no_weight_decay = True
-    stage = pipeline_stage(model, 0, 2, vocabulary="ranks")
-    assert stage.head.linear.weight.no_weight_decay
-    model = build("gpt2", tie_word_embeddings=False)
-    model.lm_head.weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(ValueError, match=r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"):
-        pipeline_stage(model, 0, 2, vocabulary="ranks")
+    assert pipeline_stage(model, 0, 2, vocabulary="ranks").head.linear.weight.no_weight_decay
+
+
+TIED = r"tied parameter 'transformer\.wte\.weight' has copies on several stages, and hooks"
+SPREAD = r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("tied", "vocabulary", "text"), [(True, "ends", TIED), (True, "ranks", TIED), (False, "ranks", SPREAD)]
+)
+def test_a_hook_of_what_lies_on_several_stages_is_refused(tied, vocabulary, text):
+    model = build("gpt2", tie_word_embeddings=tied)
+    model.get_output_embeddings().weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=text):
+        pipeline_stage(model, int(tied), 2, vocabulary=vocabulary)
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------
