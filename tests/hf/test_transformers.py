@@ -277,6 +277,7 @@ def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
             found[shared] = torch.cat([own[shared] for _, own in results])
         assert gradient_error(found, gradients) <= 1e-10
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert again.config.architectures == [type(model).__name__]
     assert all(torch.equal(p, again.get_parameter(n)) for n, p in model.named_parameters())
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Iterable, Iterator
 
 from trees import makers_of
 
@@ -14,6 +15,11 @@ def small_schedule(name: str, P: int, M: int, k: int) -> Schedule | None:
     family = next(family for family in families() if family.name == name)
     counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": family.stages_per_rank}
     return build_schedule(name, **counts) if family.broken_rule(**counts) is None else None
+
+
+def small_schedules(name: str, *columns: Iterable[int]) -> Iterator[Schedule]:
+    """Of all these P, M and k."""
+    return filter(None, (small_schedule(name, *counts) for counts in itertools.product(*columns)))
 
 
 def random_order(rng: random.Random) -> Schedule:
