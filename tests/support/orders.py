@@ -10,7 +10,7 @@ from seq1f1b import Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import families
 
 
-def small_schedule(name: str, P: int, M: int, k: int) -> Schedule | None:
+def small_schedule(name: str, P: int, M: int, k: int | tuple[int, ...]) -> Schedule | None:
     """None where the family's rule forbids these counts."""
     family = next(family for family in families() if family.name == name)
     counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": family.stages_per_rank}
