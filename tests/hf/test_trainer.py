@@ -7,19 +7,16 @@ import inspect
 import json
 import os
 import re
-import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import PipedProcesses
+from processes import LivingRanks
 from slices import each_value
 from torch import Tensor
 
@@ -144,40 +141,19 @@ def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tupl
 # -- processes that are there for all tests ----------------------------------------------------------------------------
 
 
-def serve(rank: int, pipe: Connection, store: str, world: int) -> None:
-    """Runs the functions of this file that the test asks for, by name."""
-    torch.set_num_threads(1)
+def on_rank(rank: int, world: int, fn: Any, *arguments: Any) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    while (call := pipe.recv()) is not None:  # recv raises when the test's process is gone
-        name, arguments = call
-        try:
-            pipe.send(("result", globals()[name](*arguments)))
-        except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+    return fn(*arguments)
 
 
 @contextmanager
 def ranks_that_serve(world: int) -> Iterator[Any]:
     """Gives a function that calls a function of this file on all of so many ranks."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        PipedProcesses(world, serve, f"{folder}/store", world, daemon=False) as ranks,  # data loaders have processes
-    ):
-
-        def call(fn: Any, *arguments: Any) -> list[Any]:
-            for pipe in ranks.pipes:
-                pipe.send((fn.__name__, arguments))
-            answers = [ranks.receive(rank, 120.0) for rank in range(world)]
-            errors = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
-            assert not errors, "\n".join(errors)
-            return [value for _, value in answers]
-
-        try:
-            yield call
-        finally:
-            for pipe in ranks.pipes:
-                pipe.send(None)
+    ranks = LivingRanks(daemon=False)  # data loaders have processes
+    try:
+        yield lambda fn, *arguments: ranks.run(world, on_rank, (fn, *arguments))
+    finally:
+        ranks.end()
 
 
 @pytest.fixture(scope="module")

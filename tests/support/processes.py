@@ -58,16 +58,21 @@ def _live(pipe: Connection) -> None:
 
 
 class LivingRanks:
-    """Processes that live as long as this one, or until a function fails in one of them."""
+    """Processes that live as long as this one, or until a function fails in one of them.
 
-    def __init__(self) -> None:
+    Args:
+        daemon: if not, they may start processes of their own, and end with :meth:`end` alone.
+    """
+
+    def __init__(self, daemon: bool = True) -> None:
+        self._daemon = daemon
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
 
     def run(self, world: int, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         while len(self.pipes) < world:
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_live, args=(theirs,), daemon=True))
+            self.processes.append(context.Process(target=_live, args=(theirs,), daemon=self._daemon))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
@@ -138,17 +143,13 @@ def join_and_run(
 
 
 class PipedProcesses:
-    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all.
+    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all."""
 
-    Args:
-        daemon: they end with this process, whatever happens to it, and start none of their own.
-    """
-
-    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any, daemon: bool = True) -> None:
+    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any) -> None:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=daemon)
+            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
