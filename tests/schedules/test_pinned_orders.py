@@ -24,7 +24,8 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,6 @@ def programs(schedule: Schedule, label: str, receives: bool = False) -> Iterator
             yield from program_lines(order, prefetch, receives)
 
 
-def programs_with_receives(schedule: Schedule, label: str) -> Iterator[str]:
-    return programs(schedule, label, receives=True)
-
-
 def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Arguments of simulate, flat, and the order's prefetch.
 
@@ -238,15 +235,11 @@ def memory(schedule: Schedule, label: str) -> Iterator[str]:
         yield " ".join(f"{name} {getattr(peaks, name)}" for name in PEAKS)
 
 
-def order_text(schedule: Schedule, label: str) -> Iterator[str]:
-    yield schedule.to_text()
-
-
 # Each kind's lines of a schedule, and how many of a family's small cases it takes; None: all cases of any size.
-KINDS = {
-    "order": (order_text, None),
+KINDS: dict[str, tuple[Callable[[Schedule, str], Iterable[str]], int | None]] = {
+    "order": (lambda schedule, label: [schedule.to_text()], None),
     "program": (programs, 24),
-    "receives": (programs_with_receives, 12),
+    "receives": (partial(programs, receives=True), 12),
     "times": (times, 48),
     "critical": (critical, 48),
     "memory": (memory, 64),
@@ -259,14 +252,14 @@ def lines_of(name: str, kind: str, of_family: list[Case]) -> Iterator[tuple[str,
     """Label and lines of each case that the kind takes."""
     make, most = KINDS[kind]
     if most is not None:
-        small = [case for case in of_family if num_forwards(case[1]) <= SMALL]
+        small = [
+            (label, order)
+            for label, order in of_family
+            if order.num_stages * order.num_microbatches * order.num_segments <= SMALL
+        ]
         of_family = sorted(small, key=lambda case: hashlib.sha256(case[0].encode()).digest())[:most]  # a fixed mixture
     for label, schedule in of_family:
         yield label, list(make(schedule, label))
-
-
-def num_forwards(schedule: Schedule) -> int:
-    return schedule.num_stages * schedule.num_microbatches * schedule.num_segments
 
 
 def digests(name: str) -> dict[str, list[Any]]:
