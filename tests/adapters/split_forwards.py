@@ -81,27 +81,15 @@ class ContextBlock(Block):
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
-def times_two(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
-def pre_times_two(module: nn.Module, args: Any) -> Any:
-    return (args[0] * 2,)
-
-
-def grad_times_two(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    return tuple(None if g is None else g * 2 for g in grad_input)
-
-
-def pre_grad_times_two(module: nn.Module, grad_output: Any) -> Any:
-    return tuple(g * 2 for g in grad_output)
+def doubled(tensors: Any) -> Any:
+    return tuple(None if t is None else t * 2 for t in tensors)
 
 
 def hook_blocks(model: Any) -> None:
-    model.blocks[1].register_forward_hook(times_two)
-    model.blocks[2].register_forward_pre_hook(pre_times_two)
-    model.blocks[3].register_full_backward_hook(grad_times_two)
-    model.blocks[0].register_full_backward_pre_hook(pre_grad_times_two)
+    model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    model.blocks[2].register_forward_pre_hook(lambda module, args: doubled(args))
+    model.blocks[3].register_full_backward_hook(lambda module, of_inputs, of_outputs: doubled(of_inputs))
+    model.blocks[0].register_full_backward_pre_hook(lambda module, of_outputs: doubled(of_outputs))
 
 
 # -- patched -----------------------------------------------------------------------------------------------------------

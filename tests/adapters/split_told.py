@@ -79,20 +79,15 @@ class Trebled(torch.autograd.Function):
 # -- what forward asks of Python ---------------------------------------------------------------------------------------
 
 
-def layers_left_out(self: Any, tokens: Tensor) -> Tensor:
-    x = self.embedding(tokens)
-    for block in self.blocks:
-        if random.random() >= 0.1:
-            x = x + block(x)
-    return self.head(x)
+def layers_left_out(draw: Callable[[], Any]) -> nn.Module:
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if draw() >= 0.1:
+                x = x + block(x)
+        return self.head(x)
 
-
-def layers_left_out_by_torch(self: Any, tokens: Tensor) -> Tensor:
-    x = self.embedding(tokens)
-    for block in self.blocks:
-        if torch.rand(1) >= 0.1:
-            x = x + block(x)
-    return self.head(x)
+    return model_of(forward)
 
 
 def seeded(self: Any, tokens: Tensor) -> Tensor:
@@ -155,8 +150,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: model_of(lambda self, tokens: Trebled.apply(whole(self, tokens))),
         rf"{VALUES}.*: the gradient of \S+ is off by",
     ),
-    "random": (lambda: model_of(layers_left_out), NUMBERS),
-    "random of torch": (lambda: model_of(layers_left_out_by_torch), "draws random numbers by rand, once"),
+    "random": (lambda: layers_left_out(random.random), NUMBERS),
+    "random of torch": (lambda: layers_left_out(lambda: torch.rand(1)), "draws random numbers by rand, once"),
     "a mask for each sequence": (
         lambda: model_of(lambda self, x: whole(self, self.embedding(x).new_empty(2, 1, 1).bernoulli_(0.5))),
         "draws random numbers by bernoulli_",
@@ -250,8 +245,7 @@ def noting() -> Any:
 def remembering() -> Any:
     class Forgetting(Plain):
         def forward(self, tokens: Tensor) -> Any:
-            out = super().forward(self.reset(tokens))
-            return out
+            return super().forward(self.reset(tokens))
 
     values: dict[str, Tensor] = {}
     model = Forgetting()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import PipedProcesses, join_and_run
+from processes import running
 from replicas import take_head, wrap
 from tiny_model import Config, Stage, batch, cross_entropy, full_gradient, stage_of, whole_model
 from torch import Tensor, nn
@@ -208,13 +206,8 @@ def layouts(rank: int, pipe: Connection, folder: str) -> dict[str, float]:
     return found
 
 
-def join(folder: str, rank: int) -> None:
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=limit)
-
-
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
-    with PipedProcesses(WORLD, join_and_run, partial(join, str(tmp_path)), layouts, str(tmp_path)) as ranks:
+    with running(WORLD, tmp_path, layouts, str(tmp_path)) as ranks:
         results = [ranks.result(rank, timeout=300.0) for rank in range(WORLD)]
     assert len(results[0]) == len(SAVED) + len(LOADED) + 2  # plain torch twice
     for found in results:

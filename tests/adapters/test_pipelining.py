@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_processes
-from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_model
+from tiny_model import Config, Stage, batch, cross_entropy, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
@@ -45,15 +45,6 @@ def made(kind: Any, rank: int, world: int, model: Stage, config: Config, M: int,
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def whole_results(config: Config, model: Stage, tokens: Tensor, target: Tensor, M: int) -> tuple[list[Tensor], Tensor]:
-    """Losses of the micro-batches and the output of the model run whole; gradients of the losses' mean."""
-    model.zero_grad()
-    output = model(tokens)
-    losses = [cross_entropy(o, t) for o, t in zip(output.tensor_split(M), target.tensor_split(M), strict=True)]
-    torch.stack(losses).mean().backward()
-    return [loss.detach() for loss in losses], output.detach()
 
 
 def check_gradients(stages: list[Stage], model: Stage) -> None:
@@ -103,7 +94,8 @@ def segments(rank: int, world: int, M: int, sizes: Any, kind: Any) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, M, 24)
-    want_losses, want_output = whole_results(config, model, tokens, target, M)
+    want_losses, _ = run_whole(model, tokens, target, M)
+    want_output = model(tokens).detach()
     modules, schedule = made(kind, rank, world, model, config, M, n_segments=3, segment_sizes=sizes)
     args, target = roles(rank, world, tokens, target)
     evaluated: list[Tensor] = []
@@ -215,8 +207,7 @@ def accumulated(rank: int, world: int, variants: list[tuple[int, torch.dtype, in
             tokens, target = batch(config, M, 12, seed=seed)
             args, own_target = roles(rank, world, tokens, target)
             schedule.step(*args, target=own_target)
-            whole_results(config, whole, tokens, target, M)
-            for name, gradient in gradients(whole).items():
+            for name, gradient in run_whole(whole, tokens, target, M)[1].items():
                 want[name] += gradient
         for p, name in named.items():
             before, value = start.get(p, (p.grad, torch.zeros_like(want[name])))

@@ -27,8 +27,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(HIDDEN), shared, nn.GELU()) for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.head.weight = self.embedding.weight
-        self.embedding.weight.no_weight_decay = True  # type: ignore[attr-defined]
-        self.a.bias.lr_scale = 0.5  # type: ignore[attr-defined]
+        self.embedding.weight.no_weight_decay = True  # type: ignore[attr-defined] # a mark, as users set it
+        self.a.bias.lr_scale = 0.5  # type: ignore[attr-defined] # a mark, too
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.b(self.a(self.embedding(tokens)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
-from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, backward, formula, gradients, gradients_by_layout, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -59,34 +58,10 @@ def test_rates_are_those_of_this_machines_instructions() -> None:
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_strided_inputs(in_step: bool) -> None:
-    """Transposes of (batch, tokens, heads, head_dim), slices of a fused projection, and a last stride that is not 1."""
-    q, k, v = random_qkv(4, 2)
-    dout = random_qkv(4, 2, seed=1)[0]
-    expected = gradients(lambda *t: causal_attention(*t, layer=0), q, k, v, dout)
-
-    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
-    q2, k2, v2 = fused.split([24, 12, 12], dim=-1)
-    layouts = [
-        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
-        [t.unflatten(2, (-1, 6)).transpose(1, 2) for t in (q2, k2, v2)],
-        [q, k, v.transpose(1, 2).contiguous().transpose(1, 2)],
-        [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)],
-    ]
-    for tensors in layouts:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        assert [t.stride() for t in leaves] == [t.stride() for t in tensors]
-        if in_step:
-            step = SimulatedStep([12])
-            with step.unit("F", 0, 0):
-                out = causal_attention(*leaves, layer=0)
-            with step.unit("B", 0, 0):
-                out.backward(dout)
-        else:
-            out = causal_attention(*leaves, layer=0)
-            out.backward(dout)
-        assert out.transpose(1, 2).is_contiguous()
-        for got, exact in zip([out.detach(), *(t.grad for t in leaves)], expected, strict=True):
-            assert torch.equal(got, exact)
+    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    expected = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
+    for got in gradients_by_layout(*qkv, dout, in_step):
+        assert all(map(torch.equal, got, expected))
 
 
 def test_expanded_gradient_and_slopes() -> None:
@@ -196,18 +171,10 @@ def test_frozen_sinks_and_sinks_alone(in_step: bool) -> None:
     qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
     sinks = OPTIONS["sinks"]["sinks"].double().requires_grad_()
     expected = torch.autograd.grad(formula(*qkv, sinks=sinks), sinks, dout)[0]
-
-    def attend(qkv: list[Tensor], sinks: Tensor) -> None:
-        step = SimulatedStep([12])
-        with step.unit("F", 0, 0) if in_step else nullcontext():
-            out = causal_attention(*qkv, layer=0, sinks=sinks)
-        with step.unit("B", 0, 0) if in_step else nullcontext():
-            out.backward(dout)
-
-    attend(qkv, sinks)
+    backward(qkv, dout, in_step, sinks=sinks)
     torch.testing.assert_close(sinks.grad, expected, rtol=1e-10, atol=1e-12)
     leaves = [t.clone().requires_grad_() for t in qkv]
-    attend(leaves, sinks.detach())
+    backward(leaves, dout, in_step, sinks=sinks.detach())
     truth = gradients(lambda *t: formula(*t, sinks=sinks.detach()), *qkv, dout)
     for leaf, exact in zip(leaves, truth[1:], strict=True):
         torch.testing.assert_close(leaf.grad, exact, rtol=1e-10, atol=1e-12)
@@ -281,7 +248,7 @@ def test_bad_input_is_named(name: str) -> None:
 @pytest.mark.parametrize("layer, error", [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("0", TypeError)])
 def test_bad_layer_handles(layer: object, error: type[Exception]) -> None:
     with pytest.raises(error):
-        layer_handle(layer)  # type: ignore[arg-type]
+        layer_handle(layer)  # type: ignore[arg-type] # what is refused
 
 
 def test_compiled_code_refuses_wide_documents() -> None:

@@ -7,32 +7,18 @@ from typing import Any
 import pytest
 import torch
 from attention_runs import OPTIONS, errors, random_qkv
-from path_runs import Case, by_paths, by_units
+from path_runs import Case, by_paths, by_units, errors_of_tree
 from simulated_step import SimulatedStep
 from torch import Tensor
 
 from seq1f1b.attention.causal import causal_attention, layer_handle, positions, token_offset
-
-SLOPES = ("slopes", "slopes per batch", "all")
-BY_DISTANCE = ("window", "window of 1", *SLOPES)
-
-
-def options_for(name: str, tokens: int) -> dict[str, Any]:
-    options = dict(OPTIONS[name])
-    if "doc_ids" in options:
-        options["doc_ids"] = torch.arange(2 * tokens, dtype=torch.int32).view(2, tokens) // 9
-    return options
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_units_equal_paths(name: str, dtype: torch.dtype) -> None:
     for seed in range(3):
-        case = Case(seed, with_parts=name not in (*BY_DISTANCE, "documents"))
-        qkv = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=seed)
-        dout = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=9)[0]
-        options = options_for(name, case.tokens)
-        found = errors(by_units(case.step, case.order, options, qkv, dout), by_paths(case.step, options, qkv, dout))
+        found = errors_of_tree(seed, name, dtype)
         assert max(found) < (1e-12 if dtype == torch.float64 else 8e-3), (seed, found)
 
 
@@ -94,7 +80,7 @@ def test_a_forward_after_its_parents_backward() -> None:
     """The parent said that nothing follows it."""
     step = SimulatedStep([2, 2, 2], parents=[-1, 0, 1])
     place = step.place
-    step.place = lambda s: (*place(s)[:1], 0, *place(s)[2:]) if s == 1 else place(s)  # type: ignore[method-assign]
+    step.place = lambda s: (place(s)[0], 0, *place(s)[2:]) if s == 1 else place(s)  # type: ignore[method-assign] # leaf
     for unit, segment in (("F", 0), ("F", 1), ("B", 1)):
         with step.unit(unit, 0, segment):
             pass

@@ -6,11 +6,13 @@ import ctypes
 import gc
 import os
 import re
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 from core_extension import core
-from processes import run_fresh_processes
+from processes import resident_bytes, results_of
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -203,9 +205,10 @@ def test_stages_of_one_rank_keep_their_own_rows() -> None:
     outs = {}
     for s, (offset, length) in enumerate([(0, 4), (4, 2)]):
         for stage in (0, 3):
-            core.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, "thread")
+            place = (s - 1, 1 - s, [(0, offset + length, 0)], [length])
+            core.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, place)
             outs[stage, s] = causal_attention(*(t[:, :, offset : offset + length] for t in qkv(stage)), layer=0)
-            core.current_unit_clear("thread")
+            core.current_unit_clear()
     for stage in (0, 3):
         whole = causal_attention(*qkv(stage), layer=0)
         torch.testing.assert_close(torch.cat([outs[stage, 0], outs[stage, 1]], dim=2), whole)
@@ -236,15 +239,11 @@ def test_bytes_are_those_of_the_plan(v_head_dim: int) -> None:
         assert [layer[1:] for layer in _C.kv_cache_layers(cache)] == [of_token] * layers
 
 
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory: resident says nothing"
-)
-def resident_slabs(rank: int, world: int, tokens: int) -> None:
+def resident_slabs(rank: int, pipe: Connection, tokens: int) -> None:
     def resident() -> int:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what torch's tensors left in the heap
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+        return resident_bytes()
 
     class Attends(torch.nn.Module):
         def __init__(self) -> None:
@@ -283,8 +282,11 @@ def resident_slabs(rank: int, world: int, tokens: int) -> None:
         assert before - resident() > 28 << 20  # all were resident
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory: resident says nothing"
+)
 @pytest.mark.parametrize("tokens", [8192, 4096])
-def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int):
+def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(tokens: int, tmp_path: Path):
     """In a fresh process, 8 MiB of K, V, dK and dV each: after a step no more than the pages at segment borders stay.
     Those of a shorter sequence stay, for its attention would take little longer than the page faults."""
-    run_fresh_processes(1, resident_slabs, tokens)
+    assert results_of(1, tmp_path, resident_slabs, tokens) == [None]

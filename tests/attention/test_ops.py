@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable
 
 import pytest
 import torch
+from processes import resident_bytes
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -140,10 +140,7 @@ def bad_calls() -> list[tuple[str, Callable[[], object]]]:
         ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
         ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
         ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
-        (
-            "segment_attention outside a step",
-            lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),
-        ),
+        ("segment_attention outside", lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS)),
         ("dout is .* agree with q and v", lambda: back(q[..., :3], q, k, v, out, lse, *extras, *OPTIONS)),
         (
             "segment_attention outside a step",
@@ -169,11 +166,6 @@ def test_a_failure_keeps_its_status() -> None:
     with pytest.raises(RuntimeError):
         ops.segment_attention(q, k, v, layer_handle(0), none(), none(), none(), *OPTIONS)
     assert type(_C.take_op_failure()) is RuntimeError
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def test_nothing_leaks() -> None:

@@ -7,14 +7,14 @@ import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import run_processes, start_processes
+from processes import run_processes, running
 from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, whole_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,10 +192,8 @@ class Trapped(SharingStage):
         return super().forward(x)
 
 
-def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=datetime.timedelta(seconds=120))
+def lose_a_rank(rank: int, pipe: Connection, trap: str) -> None:
+    """Sends after how many seconds this rank hears of it, whether by a PipelineError, and its text."""
     limit = datetime.timedelta(seconds=GROUP_SECONDS)
     pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     shards = [dist.new_group([0, 1], timeout=limit), dist.new_group([2, 3], timeout=limit)]
@@ -209,32 +207,21 @@ def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
     tokens, target, _ = make_batch()
     dist.barrier()
     start = time.monotonic()
-    try:
+    with pytest.raises(Exception) as caught:
         engine.step(tokens if index == 0 else None, target=target if index == 1 else None)
-    except Exception as error:
-        text = f"{time.monotonic() - start} {isinstance(error, PipelineError)} {error}"
-        (folder / f"unfinished-{rank}").write_text(text)
-        (folder / f"unfinished-{rank}").rename(folder / f"error-{rank}")
-    os._exit(0)  # groups that lost a rank cannot be left in order
+    found = time.monotonic() - start, isinstance(caught.value, PipelineError), str(caught.value)
+    pipe.send(("result", found))  # before the engine goes, whose groups lack a rank
 
 
 @pytest.mark.parametrize("trap", ["killed", "asleep"])
 def test_a_rank_lost_before_its_all_to_all_ends_the_step_on_the_others(trap, tmp_path):
-    spawned = start_processes(4, lose_a_rank, tmp_path, trap)
-    try:
-        for rank in range(3):
-            spawned.processes[rank].join(100)
-            assert (tmp_path / f"error-{rank}").exists(), f"rank {rank} did not end with an error"
-    finally:
-        for process in spawned.processes:
+    with running(4, tmp_path, lose_a_rank, trap) as ranks:
+        seconds, kinds, texts = zip(*(ranks.result(rank, 100.0) for rank in range(3)), strict=True)
+        for process in ranks.processes:
             process.kill()
-            process.join()
-    seconds, kinds, texts = zip(
-        *((tmp_path / f"error-{rank}").read_text().split(" ", 2) for rank in range(3)), strict=True
-    )
-    assert max(map(float, seconds)) < 2 * GROUP_SECONDS + 20  # the time-out or the sleep, and a slow machine
+    assert max(seconds) < 2 * GROUP_SECONDS + 20  # the time-out or the sleep, and a slow machine
     assert texts[2].startswith("[1]F1.0")  # its peer in the group, in the same attention
-    assert kinds[0] == "True" and "rank 1" in texts[0]  # the peer's neighbour in the pipeline hears of it
+    assert kinds[0] and "rank 1" in texts[0]  # the peer's neighbour in the pipeline hears of it
 
 
 # -- the engine's part, in one process ---------------------------------------------------------------------------------
@@ -305,11 +292,7 @@ def refusals(rank: int, world: int) -> None:
     for arguments, options, text in [
         ((q[:, :3], k, k), {}, "q has 3 heads, which the 2 ranks of the group do not divide"),
         ((q, k, k), {}, "kv_heads must divide heads"),
-        (
-            (q, q, q),
-            {"doc_ids": docs},
-            r"doc_ids is \(1, 9\), must be \(1, 6\), as q, or of the whole segment, \(1, 12\)",
-        ),
+        ((q, q, q), {"doc_ids": docs}, r"doc_ids is \(1, 9\), must be \(1, 6\), as q, or .* segment, \(1, 12\)"),
     ]:
         with pytest.raises(ValueError, match=text):
             seq1f1b.ulysses_attention(*arguments, group=group, layer=0, **options)

@@ -5,14 +5,12 @@
 #include "../../csrc/binding/tested.h"
 #include "../../csrc/core/program.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 static const s1f_tested *core;
 
-static PyObject *none(s1f_status status)
+/* None, or an error that the group may have told. */
+static PyObject *none(s1f_status status, const s1f_edge_end *end)
 {
-    return status == S1F_OK ? Py_NewRef(Py_None) : core->s1f_raise_for_group(status, NULL);
+    return status == S1F_OK ? Py_NewRef(Py_None) : core->s1f_raise_for_group(status, end == NULL ? NULL : end->group);
 }
 
 /* "O&" converters from a handle of seq1f1b._C to what it holds. */
@@ -29,11 +27,6 @@ TO(program)
 
 /* -- edges: a transfer at a time, as the executor's instructions ask for it ---------------------------------------- */
 
-static PyObject *finish(s1f_status status, const s1f_edge_end *end)
-{
-    return status == S1F_OK ? Py_NewRef(Py_None) : core->s1f_raise_for_group(status, end->group);
-}
-
 static PyObject *edge_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_edge_end *end;
@@ -44,7 +37,7 @@ static PyObject *edge_begin_step(PyObject *Py_UNUSED(module), PyObject *argument
     Py_BEGIN_ALLOW_THREADS
     status = core->s1f_p2p_begin_step(end, num_places);
     Py_END_ALLOW_THREADS
-    return finish(status, end);
+    return none(status, end);
 }
 
 static PyObject *edge_post(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -58,7 +51,7 @@ static PyObject *edge_post(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_BEGIN_ALLOW_THREADS
     status = core->s1f_p2p_post(end, sequence, place);
     Py_END_ALLOW_THREADS
-    return finish(status, end);
+    return none(status, end);
 }
 
 /* (dtype code, flags, sizes, address) */
@@ -85,7 +78,7 @@ static PyObject *edge_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
     status = core->s1f_p2p_wait(end, sequence, place, &message, &payload);
     Py_END_ALLOW_THREADS
     if (status != S1F_OK)
-        return finish(status, end);
+        return none(status, end);
     PyObject *tensors = PyList_New(message->num_tensors);
     for (int32_t i = 0; tensors != NULL && i < message->num_tensors; i++)
         PyList_SetItem(tensors, i, tensor_item(&message->tensors[i], payload));
@@ -122,7 +115,7 @@ static PyObject *edge_send(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_BEGIN_ALLOW_THREADS
     status = core->s1f_p2p_send(end, sequence, place, &message, data);
     Py_END_ALLOW_THREADS
-    return finish(status, end);
+    return none(status, end);
 }
 
 /* -- units: what the executor does around each --------------------------------------------------------------------- */
@@ -144,122 +137,87 @@ static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *argu
         if (!PyArg_ParseTuple(PyList_GetItem(list, i), "iii", &stages[i].stage, &stages[i].kv_slots,
                               &stages[i].grad_slots))
             return NULL;
-    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, num_rows, num_segments));
+    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, num_rows, num_segments), NULL);
 }
 
 enum { MOST_RANGES = 64, MOST_PARTS = 64 };
 
-typedef struct { /* a current unit; it holds a reference to its cache */
+static _Thread_local struct { /* the current unit; it holds a reference to its cache */
     s1f_current_unit unit;
     s1f_key_range ranges[MOST_RANGES];
     int64_t parts[MOST_PARTS];
     PyObject *cache;
-} held_unit;
+} current;
 
-static held_unit process_unit;
-static _Thread_local held_unit thread_unit;
-
-static held_unit *unit_of_scope(const char *scope)
+static int set_place(PyObject *place)
 {
-    if (strcmp(scope, "process") == 0)
-        return &process_unit;
-    if (strcmp(scope, "thread") == 0)
-        return &thread_unit;
-    PyErr_Format(PyExc_ValueError, "scope is '%s', must be 'thread' or 'process'", scope);
-    return NULL;
-}
-
-static s1f_status make_current(const held_unit *held, const s1f_current_unit *unit)
-{
-    if (held == &process_unit)
-        return core->s1f_current_unit_set_process(unit);
-    core->s1f_current_unit_set_thread(unit);
-    return S1F_OK;
-}
-
-/* A unit of a chain, unless `place` says otherwise: (parent, children, [(begin, end, row)], [tokens of a part]). */
-static int set_place(held_unit *held, PyObject *place)
-{
-    s1f_current_unit *unit = &held->unit;
-    PyObject *ranges = NULL, *parts = NULL;
-    unit->ranges = held->ranges;
-    unit->parts = held->parts;
-    unit->num_ranges = unit->num_parts = 1;
-    unit->parent = unit->unit.segment - 1;
-    unit->num_children = unit->unit.segment + 1 < unit->num_segments;
-    held->ranges[0] = (s1f_key_range){0, unit->offset + unit->length, 0};
-    held->parts[0] = unit->length;
-    if (place != NULL && !PyArg_ParseTuple(place, "iiO!O!", &unit->parent, &unit->num_children, &PyList_Type, &ranges,
-                                           &PyList_Type, &parts))
+    s1f_current_unit *unit = &current.unit;
+    PyObject *ranges, *parts;
+    unit->ranges = current.ranges;
+    unit->parts = current.parts;
+    if (!PyArg_ParseTuple(place, "iiO!O!", &unit->parent, &unit->num_children, &PyList_Type, &ranges, &PyList_Type,
+                          &parts))
         return 0;
-    for (Py_ssize_t i = 0; ranges != NULL && i < PyList_Size(ranges) && i < MOST_RANGES; i++) {
+    for (Py_ssize_t i = 0; i < PyList_Size(ranges) && i < MOST_RANGES; i++) {
         long long begin, end, row;
         if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "LLL", &begin, &end, &row))
             return 0;
-        held->ranges[i] = (s1f_key_range){begin, end, row};
+        current.ranges[i] = (s1f_key_range){begin, end, row};
         unit->num_ranges = (int32_t)i + 1;
     }
-    for (Py_ssize_t i = 0; parts != NULL && i < PyList_Size(parts) && i < MOST_PARTS; i++) {
-        held->parts[i] = PyLong_AsLongLong(PyList_GetItem(parts, i));
+    for (Py_ssize_t i = 0; i < PyList_Size(parts) && i < MOST_PARTS; i++) {
+        current.parts[i] = PyLong_AsLongLong(PyList_GetItem(parts, i));
         unit->num_parts = (int32_t)i + 1;
     }
-    const s1f_key_range *last = &held->ranges[unit->num_ranges - 1];
+    const s1f_key_range *last = &current.ranges[unit->num_ranges - 1];
     unit->row = last->row + unit->offset - last->begin;
     return !PyErr_Occurred();
 }
 
 static PyObject *current_unit_set(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *handle, *place = NULL;
-    const char *scope;
+    PyObject *handle, *place;
     int training;
     long long offset, length, sequence_length;
     s1f_current_unit unit = {0};
-    if (!PyArg_ParseTuple(arguments, "OiiiiiiipLLLs|O!", &handle, &unit.unit.pass, &unit.unit.stage,
+    if (!PyArg_ParseTuple(arguments, "OiiiiiiipLLLO!", &handle, &unit.unit.pass, &unit.unit.stage,
                           &unit.unit.microbatch, &unit.unit.segment, &unit.num_segments, &unit.kv_slot, &unit.grad_slot,
-                          &training, &offset, &length, &sequence_length, &scope, &PyTuple_Type, &place) ||
+                          &training, &offset, &length, &sequence_length, &PyTuple_Type, &place) ||
         !to_kv_cache(handle, &unit.cache))
         return NULL;
     unit.training = training;
     unit.offset = offset;
     unit.length = length;
     unit.sequence_length = sequence_length;
-    held_unit *held = unit_of_scope(scope);
-    if (held == NULL)
+    if (current.cache != NULL)
+        return PyErr_Format(PyExc_RuntimeError, "the thread has a current unit already");
+    current.unit = unit;
+    if (!set_place(place))
         return NULL;
-    if (held->cache != NULL)
-        return PyErr_Format(PyExc_RuntimeError, "the %s has a current unit already", scope);
-    held->unit = unit;
-    if (!set_place(held, place))
-        return NULL;
-    s1f_status status = core->s1f_kv_cache_begin_unit(unit.cache, &held->unit);
-    if (status == S1F_OK)
-        status = make_current(held, &held->unit);
-    if (status == S1F_OK)
-        held->cache = Py_NewRef(handle);
-    return none(status);
+    s1f_status status = core->s1f_kv_cache_begin_unit(unit.cache, &current.unit);
+    if (status == S1F_OK) {
+        core->s1f_current_unit_set_thread(&current.unit);
+        current.cache = Py_NewRef(handle);
+    }
+    return none(status, NULL);
 }
 
 static PyObject *current_unit_clear(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    const char *scope;
     int finished = 1;
-    if (!PyArg_ParseTuple(arguments, "s|p", &scope, &finished))
+    if (!PyArg_ParseTuple(arguments, "|p", &finished))
         return NULL;
-    held_unit *held = unit_of_scope(scope);
-    if (held == NULL || held->cache == NULL)
-        return held == NULL ? NULL : Py_NewRef(Py_None);
-    if (finished)
-        core->s1f_kv_cache_finish_unit(held->unit.cache, &held->unit);
-    (void)make_current(held, NULL);
-    Py_CLEAR(held->cache);
+    if (finished && current.cache != NULL)
+        core->s1f_kv_cache_finish_unit(current.unit.cache, &current.unit);
+    core->s1f_current_unit_set_thread(NULL);
+    Py_CLEAR(current.cache);
     return Py_NewRef(Py_None);
 }
 
 static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const char *name;
-    return PyArg_ParseTuple(arguments, "z", &name) ? none(core->s1f_attention_set_isa(name)) : NULL;
+    return PyArg_ParseTuple(arguments, "z", &name) ? none(core->s1f_attention_set_isa(name), NULL) : NULL;
 }
 
 /* -- programs ------------------------------------------------------------------------------------------------------ */
@@ -298,10 +256,9 @@ static PyMethodDef methods[] = {
      "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], num_rows, num_segments)"},
     {"current_unit_set", current_unit_set, METH_VARARGS,
      "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, offset, "
-     "length, sequence_length, scope, place=()): begins a unit. scope: 'thread' or 'process'. place: (parent, "
-     "children, [(begin, end, row)], [tokens of a part]), else those of a chain."},
+     "length, sequence_length, (parent, children, [(begin, end, row)], [tokens of a part])): a unit of this thread."},
     {"current_unit_clear", current_unit_clear, METH_VARARGS,
-     "current_unit_clear(scope, finished=True): ends the unit; a failed one is not finished."},
+     "current_unit_clear(finished=True): ends the unit; a failed one is not finished."},
     {"attention_set_isa", attention_set_isa, METH_VARARGS,
      "attention_set_isa(name): forces an instruction set; None: the fastest."},
     {"program_instructions", program_instructions, METH_VARARGS,

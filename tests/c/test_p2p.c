@@ -110,6 +110,16 @@ static int holds_ints(const s1f_message *message, int64_t elements, int32_t valu
     return 1;
 }
 
+/* Waits for a message, which must be these; returns its payload. */
+static const void *receive_ints(s1f_edge_end *end, int64_t sequence, int32_t place, int64_t elements, int32_t value)
+{
+    const s1f_message *message = NULL;
+    const void *payload = NULL;
+    CHECK_STATUS(s1f_p2p_wait(end, sequence, place, &message, &payload), S1F_OK, "");
+    CHECK(holds_ints(message, elements, value));
+    return payload;
+}
+
 /* -- messages ---------------------------------------------------------------------------------------------------- */
 
 /* A step that was given up leaves positions behind; the next step does not see them. */
@@ -130,9 +140,11 @@ static void test_aborted_step_is_forgotten(void)
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_TIMEOUT, "message 0");
     s1f_group_clear(p.groups[0]);
     CHECK_STATUS(send_ints(p.sender, 0, 0, 6, 2), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
-    CHECK(holds_ints(message, 6, 2));
+    const unsigned char *bytes = receive_ints(p.receiver, 0, 0, 6, 2);
     CHECK_STATUS(send_ints(p.sender, 1, 1, 6, 2), S1F_ERR_TIMEOUT, "waiting for a free place for");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_OK, ""); /* which poisons the place */
+    for (int i = 0; i < 6 * 4; i++)
+        CHECK(bytes[i] == 0xFF);
     free_pipeline(&p);
 }
 
@@ -146,36 +158,17 @@ static int64_t physical_bytes(int fd)
 static void test_other_places_give_pages_back(void)
 {
     pipeline p = make_pipeline(2);
-    const s1f_message *message;
-    const void *payload;
     enum { ELEMENTS = 1 << 20 };
     begin(&p, 1, 2);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 1), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 1, ELEMENTS, 0), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 1, &message, &payload), S1F_OK, "");
+    receive_ints(p.receiver, 0, 1, ELEMENTS, 0);
     int64_t held = physical_bytes(p.fd);
     CHECK(held >= S1F_HEADER_BYTES + 4 * ELEMENTS && held < S1F_HEADER_BYTES + 4 * ELEMENTS + (1 << 17));
     begin(&p, 2, 2);
     CHECK(physical_bytes(p.fd) == held);
     begin(&p, 3, 3);
     CHECK(physical_bytes(p.fd) <= 1 << 16);
-    free_pipeline(&p);
-}
-
-static void test_poison(void)
-{
-    pipeline p = make_pipeline(2);
-    const s1f_message *message;
-    const void *payload;
-    begin(&p, 1, 1);
-    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
-    CHECK_STATUS(send_ints(p.sender, 0, 0, 9, 7), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
-    CHECK(holds_ints(message, 9, 7));
-    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_OK, "");
-    const unsigned char *bytes = payload;
-    for (int i = 0; i < 36; i++)
-        CHECK(bytes[i] == 0xFF);
     free_pipeline(&p);
 }
 
@@ -301,9 +294,7 @@ static void *stop_later(void *unused)
 
 static void *wait_for_first(void *end)
 {
-    const s1f_message *message;
-    const void *payload;
-    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message, &payload), S1F_OK, "");
+    receive_ints(end, 0, 0, 1, 1);
     return NULL;
 }
 
@@ -613,7 +604,6 @@ int main(void)
 {
     test_aborted_step_is_forgotten();
     test_other_places_give_pages_back();
-    test_poison();
     test_mistakes();
     test_failing_allocations();
     test_chain_of_waits();

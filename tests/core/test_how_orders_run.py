@@ -56,6 +56,6 @@ def test_orders_that_differ_in_them_are_not_equal() -> None:
 )
 def test_what_is_refused(options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        build_schedule("seq1f1b", **COUNTS, **options)  # type: ignore[arg-type]
+        build_schedule("seq1f1b", **COUNTS, **options)  # type: ignore[arg-type] # what is refused
     with pytest.raises(error, match=text):
-        build_schedule("seq1f1b", **COUNTS).replace(**options)  # type: ignore[arg-type]
+        build_schedule("seq1f1b", **COUNTS).replace(**options)  # type: ignore[arg-type] # what is refused

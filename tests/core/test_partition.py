@@ -201,24 +201,19 @@ def test_few_costs_stand_for_equal_pieces() -> None:
         (8, 2, {"strategy": "profiled", "costs": [1.0, -2.0]}, "costs\\[1\\] is -2"),
         (8, 2, {"strategy": "profiled", "costs": [math.inf]}, "costs\\[0\\] is inf"),
         (8, 2, {"strategy": "profiled", "costs": [0.0]}, "costs sum to 0"),
-        (
-            8,
-            2,
-            {"strategy": "profiled", "costs": [1.0, 1.7e308]},
-            "costs sum to 1.7e\\+308, must be above 0 and at most",
-        ),
+        (8, 2, {"strategy": "profiled", "costs": [1.0, 1.7e308]}, "costs sum to 1.7e\\+308, must be above 0"),
     ],
 )
 def test_bad_arguments(seq_len: int, num_segments: int, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        partition_sequence(seq_len, num_segments, **options)  # type: ignore[arg-type]
+        partition_sequence(seq_len, num_segments, **options)  # type: ignore[arg-type] # of any kind, by rows
 
 
 def test_not_a_number() -> None:
     with pytest.raises(TypeError):
-        partition_sequence(8.0, 2, strategy="even")  # type: ignore[arg-type]
+        partition_sequence(8.0, 2, strategy="even")  # type: ignore[arg-type] # no number of tokens
     with pytest.raises(TypeError):
-        partition_sequence(8, 2, strategy="profiled", costs=["a"])  # type: ignore[list-item]
+        partition_sequence(8, 2, strategy="profiled", costs=["a"])  # type: ignore[list-item] # no number
 
 
 @pytest.mark.parametrize(

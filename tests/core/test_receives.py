@@ -9,11 +9,11 @@ import itertools
 import random
 from collections.abc import Iterable
 
-from core_extension import core
+from core_extension import instructions_of
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, Schedule, Unit
-from seq1f1b.unit import edges_of, unit_of
+from seq1f1b.unit import edges_of
 
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 
@@ -22,14 +22,8 @@ def programs(
     schedule: Schedule, prefetch: int | None = 1, receives: bool = True
 ) -> tuple[list[list[Instruction]], list]:
     handle = _C.program_lower(schedule.handle, prefetch, receives)
-    ranks = [
-        [
-            (_C.OPCODES[op], edge, unit_of(unit), sequence)
-            for op, edge, unit, _, _, _, sequence in core.program_instructions(handle, r)
-        ]
-        for r in range(schedule.num_ranks)
-    ]
-    return ranks, edges_of(handle)
+    of_ranks = (instructions_of(handle, rank) for rank in range(schedule.num_ranks))
+    return [[(*each[:3], each[-1]) for each in instructions] for instructions in of_ranks], edges_of(handle)
 
 
 class Machine:

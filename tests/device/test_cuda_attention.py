@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
-from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, errors, formula, gradients, gradients_by_layout, random_qkv, segmented
 from op_counts import launches
 from simulated_step import SimulatedStep
 from slices import pairs_of
@@ -220,28 +220,9 @@ def test_gradients_add_up_in_float32(calls: list[Call], monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_any_strides(in_step: bool, calls: list[Call]) -> None:
-    """Slices of one projection, a last stride that is not 1, rows that are not 16 bytes apart, an odd address."""
-    q, k, v = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)
-    dout = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=1)[0]
-    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], -1).split([32, 16, 16], -1)
-    layouts = [
-        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
-        [t.unflatten(2, (-1, 8)).transpose(1, 2) for t in fused],
-        [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)],
-        [torch.cat([t, t[..., :3]], -1)[..., :8] for t in (q, k, v)],
-        [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)],
-    ]
-    results = []
-    for tensors in layouts:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        step = SimulatedStep([12]) if in_step else None
-        with step.unit("F", 0, 0) if step else nullcontext():
-            out = causal_attention(*leaves, layer=0)
-        with step.unit("B", 0, 0) if step else nullcontext():
-            out.backward(dout)
-        assert out.transpose(1, 2).is_contiguous()
-        results.append([out.detach(), *(t.grad for t in leaves)])
-    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+    qkv, (dout, *_) = (random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    first, *others = gradients_by_layout(*qkv, dout, in_step)
+    assert all(torch.equal(a, b) for result in others for a, b in zip(result, first, strict=True))
 
 
 # By way, launches of a forward and a backward of one layer over a prefix: attention, attention_parts, and what torch's

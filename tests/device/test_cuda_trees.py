@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import OPTIONS, errors, formula, random_qkv
-from path_runs import Case, by_paths, by_units
+from path_runs import Case, by_paths, by_units, errors_of_tree
 from simulated_step import SimulatedStep
 from slices import full_only
 
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operat
 
 FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
-BY_DISTANCE = ("window", "window of 1", "slopes", "slopes per batch", "all")  # siblings refuse them
 HEADS = [(4, 4), (4, 2), (4, 1)]
 SIZES = [(64, 64), (16, 16), (24, 40), (40, 24)]  # of q and k, and of v
 
@@ -47,22 +45,12 @@ def use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what comes out --------------------------------------------------------------------------------------------------
 
 
-def run(seed: int, name: str, dtype: torch.dtype, **shape: Any) -> list[float]:
-    case = Case(seed, with_parts=name not in (*BY_DISTANCE, "documents"), **shape)
-    qkv = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=seed)
-    dout = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=9)[0]
-    options = dict(OPTIONS[name])
-    if "doc_ids" in options:
-        options["doc_ids"] = torch.arange(2 * case.tokens, dtype=torch.int32).view(2, case.tokens) // 9
-    return errors(by_units(case.step, case.order, options, qkv, dout), by_paths(case.step, options, qkv, dout))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_units_equal_paths(name: str, dtype: torch.dtype, calls: list[Call]) -> None:
     """Segments of a few tokens, and longer ones than a call, of which each way cuts what lies before."""
     for seed, shape in enumerate(({}, {"count": 5, "longest": 23})):
-        found = run(seed, name, dtype, **shape)
+        found = errors_of_tree(seed, name, dtype, **shape)
         assert max(found) < LIMITS[dtype], (seed, found)
     is_flash = dtype == torch.bfloat16 and name in ("none", "scale", "window", "window of 1", "sinks")
     used = {call[0].split("_attention")[0] for call in calls}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from processes import run_fresh_processes
+from processes import running
 from stand_in_engine import StandInEdges, StandInEngine
 from stand_in_library import CORRUPT, FAILS, LOST, STALLED, stand_in
 from tiny_model import Config, cross_entropy, stage_of, whole_model
-from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import PipelineError
 from seq1f1b.device import edges
@@ -214,20 +213,17 @@ def test_ranks_that_share_a_gpu_are_warned_of() -> None:
         edges._warn_of_shared_gpus(["a", "b"], 2)
 
 
-def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
+def dies_in_its_proof(rank: int, pipe: Connection) -> None:
     stand_in().reset(rank)
-    stage = stage_of(whole_model(CONFIG), CONFIG, rank, world)
+    stage = stage_of(whole_model(CONFIG), CONFIG, rank, 2)
     fails_in_its_proof(pytest.MonkeyPatch(), lambda: os._exit(0))
     with pytest.raises(PipelineError, match="rank 1 is gone"):
         StandInEngine(stage, num_microbatches=4, loss_fn=cross_entropy)
-    Path(folder, "told").touch()
-    os._exit(0)
 
 
 def test_a_process_that_dies_in_the_proof_is_named(tmp_path: Path) -> None:
-    with contextlib.suppress(ProcessExitedException):
-        run_fresh_processes(2, dies_in_its_proof, str(tmp_path))
-    assert (tmp_path / "told").exists()
+    with running(2, tmp_path, dies_in_its_proof) as ranks:
+        ranks.result(0)
 
 
 def test_gpus_and_cpus_in_one_pipeline_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import itertools
@@ -10,19 +9,19 @@ import os
 import shutil
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from processes import run_fresh_processes
+from processes import running
 from slices import each_value
 from stand_in_engine import StandInEdges, StandInEngine
 from stand_in_library import CORRUPT, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
-from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError, init_process_group
 from seq1f1b.cli import doctor
@@ -134,13 +133,13 @@ def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
     assert report.tokens_per_second == pytest.approx(tokens.numel() / report.makespan)
 
 
-def two_processes(rank: int, world: int, folder: str) -> None:
+def share_then_die(rank: int, pipe: Connection) -> None:
     """Memory and events of each process by handles; then one dies while the other waits for it on its device."""
     stand_in().reset(rank)
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
-    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], limits=Limits(step=30.0))
+    engine = make_engine(model, config, rank, 2, segment_sizes=[9, 7], limits=Limits(step=30.0))
     assert {edge.transport for edge in engine.edges} == {"copy"}  # the first that proves itself
     for _ in range(4):
         for p in engine.parameters():
@@ -158,14 +157,11 @@ def two_processes(rank: int, world: int, folder: str) -> None:
         engine.step(tokens, target=target)
     assert caught.value.edge is not None and time.monotonic() - began < 20
     engine.close()
-    Path(folder, "told").touch()
-    os._exit(0)  # torch's own group misses rank 1
 
 
 def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> None:
-    with contextlib.suppress(ProcessExitedException):
-        run_fresh_processes(2, two_processes, str(tmp_path))
-    assert (tmp_path / "told").exists()
+    with running(2, tmp_path, share_then_die) as ranks:
+        ranks.result(0)
 
 
 def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

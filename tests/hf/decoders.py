@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # as pytest does
 
-from test_transformers import COMMON, Float64, check, loss_fn, run_whole
+from test_transformers import COMMON, Float64, batch, check, doc_ids_of, engine_of, run_whole
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
@@ -38,7 +38,7 @@ KINDS = (RIGHT, WITHOUT_DOCUMENTS, REFUSED, UNBUILT)
 WRONG = "wrong"  # never on the page
 NEED_MEMORY = ("apertus", "apertus1p5_text")  # transformers does not initialize their activations
 
-SIZES, M = [9, 1, 7], 2  # segments
+SIZES = [9, 1, 7]  # of segments
 DOCUMENTS = [[6, 6, 5], [1, 12, 4]]  # over one border, over two, one token
 LAYERS = 4
 SMALL: dict[str, Any] = {  # what a config knows of it is set
@@ -189,19 +189,20 @@ def examine(name: str, is_quick: bool = False) -> Found:
         return Found(REFUSED, _text(error))
     except Exception as error:
         return Found(WRONG, f"{type(error).__name__} of the cut: {_text(error)}")
-    if is_quick and _problem(model, stages, _doc_ids()).what == RIGHT:
+    doc_ids = doc_ids_of(DOCUMENTS)
+    if is_quick and _problem(model, stages, doc_ids).what == RIGHT:
         return Found(RIGHT)
     problem = _problem(model, stages, None)
     if problem.what != RIGHT:
         return problem
-    problem = _problem(model, stages, _doc_ids())
+    problem = _problem(model, stages, doc_ids)
     if problem.what == WRONG:
         return Found(WRONG, f"packed documents: {problem.why}")
     return problem if problem.what == RIGHT else Found(WITHOUT_DOCUMENTS, problem.why)
 
 
 def _problem(model: Any, stages: list[Any], doc_ids: Any) -> Found:
-    tokens, target = _batch()
+    tokens, target = batch(SIZES, first=3)
     for stage in stages:
         stage.zero_grad()
     with Float64():
@@ -211,10 +212,8 @@ def _problem(model: Any, stages: list[Any], doc_ids: Any) -> Found:
 
     def run(group: Any) -> Any:
         with Float64():
-            engine = seq1f1b.PipelineEngine(
-                stages[group.rank], num_microbatches=M, num_segments=len(SIZES), segment_sizes=SIZES, loss_fn=loss_fn,
-                group=group, arg_rules=dict.fromkeys(kwargs or {}, "slice"),
-            )  # fmt: skip
+            rules = dict.fromkeys(kwargs or {}, "slice")
+            engine = engine_of(stages[group.rank], group, num_segments=3, segment_sizes=SIZES, arg_rules=rules)
             return engine.step(tokens, target=target, kwargs=kwargs)
 
     try:
@@ -231,19 +230,6 @@ def _problem(model: Any, stages: list[Any], doc_ids: Any) -> Found:
     except AssertionError as error:
         return Found(WRONG, _text(error))
     return Found(RIGHT)
-
-
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(3, 64, (M, sum(SIZES)), generator=torch.Generator().manual_seed(1))
-    target = seq1f1b.shift_labels(tokens)
-    target[0, : SIZES[0]] = -100  # a whole segment without a target
-    target[1, 3:6] = -100
-    return tokens, target
-
-
-def _doc_ids() -> torch.Tensor:
-    ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS]
-    return seq1f1b.document_starts(torch.stack(ids))
 
 
 def _text(error: Exception) -> str:

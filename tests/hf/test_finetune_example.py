@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import environment
 from slices import full_only
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -36,12 +36,11 @@ def arguments(folder: Path, lines: list[str], flags: tuple[str, ...], steps: int
 
 def launch(folder: Path, lines: list[str], *flags: str, steps: int | None = 4) -> subprocess.CompletedProcess[str]:
     """As a user does, by torchrun."""
-    path = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH")]))
     by = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     return subprocess.run(
         [*by, *arguments(folder, lines, flags, steps)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,

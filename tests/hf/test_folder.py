@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import give_back_what_is_freed, run_processes
+from processes import give_back_what_is_freed, resident_bytes, run_processes
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -53,9 +53,11 @@ def batch() -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_trains_saves_and_loads_again(tmp_path, name):
-    """Losses are those of the model run whole; what is saved is the folder's again."""
+    """Losses are those of the model run whole; what is saved is the folder's again, and other ranks load it."""
     write(tmp_path / "before", name, torch.float32)
     tokens, target = batch(), seq1f1b.shift_labels(batch())
+    (tmp_path / "after").mkdir()
+    (tmp_path / "after" / "model.safetensors").write_text("of before")
 
     def run(group: Any) -> list[Tensor]:
         engine = engine_of(pipeline_stage(str(tmp_path / "before"), group.rank, group.size), group)
@@ -63,13 +65,28 @@ def test_a_folder_trains_saves_and_loads_again(tmp_path, name):
         save_pretrained(engine, tmp_path / "after")
         return losses
 
+    def load(group: Any) -> list[tuple[str, Tensor]]:
+        stage = pipeline_stage(str(tmp_path / "before"), group.rank, group.size)
+        for parameter in stage.parameters():
+            torch.nn.init.zeros_(parameter)
+        load_pretrained(engine_of(stage, group), tmp_path / "after")
+        return list(stage.state_dict().items())
+
     losses = run_ranks(2, run)[-1]
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "before", attn_implementation="eager")
-    want = [loss_fn(whole(t[None], use_cache=False).logits, y[None]) for t, y in zip(tokens, target, strict=True)]
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-5, atol=1e-6)
+    exact = [loss_fn(whole(t[None], use_cache=False).logits, y[None]) for t, y in zip(tokens, target, strict=True)]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(exact), rtol=1e-5, atol=1e-6)
     before, after = load_all(tmp_path / "before"), load_all(tmp_path / "after")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    assert sorted(p.name for p in (tmp_path / "after").iterdir()) == [
+        "config.json", "generation_config.json", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
+        "model.safetensors.index.json",
+    ]  # fmt: skip
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    assert type(again) is type(whole) and again.config.architectures == [type(whole).__name__]
+    want = again.state_dict()
+    assert all(torch.equal(tensor, want[key]) for of_rank in run_ranks(3, load) for key, tensor in of_rank)
 
 
 def load_all(folder: Path) -> dict[str, Tensor]:
@@ -264,12 +281,6 @@ def test_a_file_and_options_of_a_folder(tmp_path):
 # -- the memory of a rank ----------------------------------------------------------------------------------------------
 
 
-def resident(peak: bool = False) -> int:
-    field = "VmHWM:" if peak else "VmRSS:"
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
-
-
 def forget_the_peak() -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
@@ -280,10 +291,10 @@ def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures
 
     def run(source: Path) -> tuple[float, float]:
         forget_the_peak()
-        before = resident()
+        before = resident_bytes()
         stage = pipeline_stage(source, rank, world)
         share = sum(p.nbytes for p in stage.parameters())
-        found = share, (resident(peak=True) - before) / share
+        found = share, (resident_bytes(peak=True) - before) / share
         engine = engine_of(stage, None, num_segments=2)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
         tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))

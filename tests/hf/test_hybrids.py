@@ -18,18 +18,8 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 
 from decoders import build  # noqa: E402
 from slices import slice_of  # noqa: E402
-from test_transformers import (  # noqa: E402
-    SIZES,
-    Float64,
-    M,
-    batch,
-    check_pipeline,
-    doc_ids,
-    loss_fn,
-    run_whole,
-)
+from test_transformers import SIZES, Float64, M, batch, check_pipeline, engine_of, run_whole  # noqa: E402
 
-import seq1f1b  # noqa: E402
 from seq1f1b import Memory  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
@@ -59,7 +49,7 @@ def test_segments_orders_and_recomputation(name, packed, options):
 
 def test_documents_that_a_layer_would_not_know_are_refused():
     with pytest.raises(ValueError, match="do not know their doc_ids: use a PipelineEngine"):
-        pipeline_stage(build("mamba"), 0, 1)(batch()[0], doc_ids=doc_ids())
+        pipeline_stage(build("mamba"), 0, 1)(batch()[0], doc_ids=torch.zeros(M, sum(SIZES), dtype=torch.int64))
 
 
 # In float32 single roundings decide where gradients sum to 0: of a router's bias of gpt_oss, of norms of qwen3_next.
@@ -83,10 +73,7 @@ def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, dtype):
 
     def run(group: Any) -> Any:
         stage = pipeline_stage(model, group.rank, 2)
-        engine = seq1f1b.PipelineEngine(
-            stage, num_microbatches=M, num_segments=len(SIZES), segment_sizes=SIZES, loss_fn=loss_fn, group=group
-        )
-        engine.step(tokens, target=target)
+        engine_of(stage, group).step(tokens, target=target)
         return {n: p.grad for n, p in stage.named_parameters()}
 
     model = build(name, dtype, **options)

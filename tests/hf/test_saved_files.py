@@ -6,7 +6,7 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +120,12 @@ def test_all_ranks_hear_of_a_full_disk(tmp_path):
         saver = Saver(group)
         saver.step()
         if group.rank == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+            saved.enter_context(files_of_at_most(1000))
         saver.engine.all_gather_object(None)  # messages have their files by now
         with pytest.raises(OSError, match=FULL) as caught:
             saver.save(tmp_path)
         return str(caught.value)
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
+    with ExitStack() as saved:
         first, second = run_ranks(2, save)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert first == second and not any(path.suffix == ".safetensors" for path in tmp_path.iterdir())

@@ -7,19 +7,16 @@ import inspect
 import json
 import os
 import re
-import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import PipedProcesses
+from processes import LivingRanks
 from slices import each_value
 from torch import Tensor
 
@@ -144,40 +141,19 @@ def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tupl
 # -- processes that are there for all tests ----------------------------------------------------------------------------
 
 
-def serve(rank: int, pipe: Connection, store: str, world: int) -> None:
-    """Runs the functions of this file that the test asks for, by name."""
-    torch.set_num_threads(1)
+def on_rank(rank: int, world: int, fn: Any, *arguments: Any) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    while (call := pipe.recv()) is not None:  # recv raises when the test's process is gone
-        name, arguments = call
-        try:
-            pipe.send(("result", globals()[name](*arguments)))
-        except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+    return fn(*arguments)
 
 
 @contextmanager
 def ranks_that_serve(world: int) -> Iterator[Any]:
     """Gives a function that calls a function of this file on all of so many ranks."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        PipedProcesses(world, serve, f"{folder}/store", world, daemon=False) as ranks,  # data loaders have processes
-    ):
-
-        def call(fn: Any, *arguments: Any) -> list[Any]:
-            for pipe in ranks.pipes:
-                pipe.send((fn.__name__, arguments))
-            answers = [ranks.receive(rank, 120.0) for rank in range(world)]
-            errors = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
-            assert not errors, "\n".join(errors)
-            return [value for _, value in answers]
-
-        try:
-            yield call
-        finally:
-            for pipe in ranks.pipes:
-                pipe.send(None)
+    ranks = LivingRanks(daemon=False)  # data loaders have processes
+    try:
+        yield lambda fn, *arguments: ranks.run(world, on_rank, (fn, *arguments))
+    finally:
+        ranks.end()
 
 
 @pytest.fixture(scope="module")
@@ -257,31 +233,25 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
     torch.testing.assert_close(logits_of(loaded), logits_of(plain.model), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"collator": flattened, "pipeline": {"num_microbatches": 1}},
-        {"pipeline": {"num_microbatches": 2, "schedule": "seq-zb-h1", "transport": "c10d"}, "max_grad_norm": 0.0},
-        {"activation_checkpointing": True, "model": {"tie_word_embeddings": True}, "num_train_epochs": 1.0},
-        {"optim": "sgd", "lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length", "seed": 7},
-        {"collator": collate_with_noise, "mean_of_batches": True, "max_steps": 2, **QUIET, **WORKER},
-        {"model": {"kind": "olmo_hybrid", **HYBRID}, "eval_on_start": False},
-        {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
-        {"source": "folder", "pipeline": {"dtype": torch.float32, "balance": "time", "seq_len": 24}},
-    ],
-    ids=[
-        "packed",
-        "split backward",
-        "recomputed and tied",
-        "by length",
-        "random collator",
-        "hybrid",
-        "one rank trains",
-        "a folder",
-    ],
-)
-def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, settings):
-    settings = {"max_steps": 6, "eval_strategy": "epoch", "eval_on_start": True, **settings}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "packed": {"collator": flattened, "pipeline": {"num_microbatches": 1}},
+    "split backward": {
+        "pipeline": {"num_microbatches": 2, "schedule": "seq-zb-h1", "transport": "c10d"}, "max_grad_norm": 0.0,
+    },
+    "tied": {"activation_checkpointing": True, "model": {"tie_word_embeddings": True}, "num_train_epochs": 1.0},
+    "by length": {
+        "optim": "sgd", "lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length", "seed": 7,
+    },
+    "random": {"collator": collate_with_noise, "mean_of_batches": True, "max_steps": 2, **QUIET, **WORKER},
+    "hybrid": {"model": {"kind": "olmo_hybrid", **HYBRID}, "eval_on_start": False},
+    "one trains": {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
+    "a folder": {"source": "folder", "pipeline": {"dtype": torch.float32, "balance": "time", "seq_len": 24}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, name):
+    settings = {"max_steps": 6, "eval_strategy": "epoch", "eval_on_start": True, **SETTINGS[name]}
     if "num_train_epochs" in settings:
         del settings["max_steps"]
     if "source" in settings:
@@ -418,6 +388,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(on_two_ranks, tmp_pa
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
     again, _ = on_two_ranks(train, str(tmp_path), settings, True)
     assert (tmp_path / "checkpoint-15" / "trainer_state.json").exists()
+    kinds = {file.suffix for file in (tmp_path / "checkpoint-15").iterdir() if file.suffix not in (".md", ".pth")}
+    assert kinds == {".json", ".safetensors"}  # rng_state.pth, which is pickled, is transformers' own
     at = next(i for i, entry in enumerate(whole["logs"]) if entry["step"] == 11)
     # The last entry holds sums over the steps of its own run.
     assert untimed(again["logs"])[at:-1] == untimed(whole["logs"])[at:-1] and len(again["logs"]) == len(whole["logs"])
@@ -427,15 +399,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(on_two_ranks, tmp_pa
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
         alone = train(str(tmp_path), settings, True)
         assert_logs_close(alone["logs"][at:-1], whole["logs"][at:-1], 1e-4)
-
-
-def test_checkpoints_of_our_own_are_not_pickled(on_two_ranks, tmp_path):
-    on_two_ranks(train, str(tmp_path), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2})
-    kinds = {file.suffix for file in (tmp_path / "checkpoint-2").iterdir() if file.name != "rng_state.pth"}
-    assert kinds == {".json", ".safetensors"}  # rng_state.pth is transformers' own
-    (tmp_path / "checkpoint-2" / "optimizer-00002-of-00002.safetensors").unlink()
+    for part in tmp_path.glob("checkpoint-*/optimizer-00002-of-00002.safetensors"):
+        part.unlink()
     with pytest.raises(ValueError, match="not the state that all ranks wrote"):
-        train(str(tmp_path), {"max_steps": 4}, True)
+        train(str(tmp_path), settings, True)
 
 
 def resume(folder: str, checkpoint: Any) -> tuple[str, str, float]:
@@ -530,18 +497,14 @@ class Stops(transformers.TrainerCallback):
             control.should_training_stop = control.should_save = True
 
 
-def own_data(folder: str) -> tuple[str, str, float]:
-    trainer, _ = make_trainer(Trainer, folder, {"max_steps": 2})
-    trainer.train_dataset = make_rows(53, 1)
-    if dist.get_rank() == 1:
-        for row in trainer.train_dataset:
-            row["labels"][-1] = 5
-    return error_of(trainer.train)
+def collate_other_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    batch = collate(rows)
+    batch["labels"][:, 0] = dist.get_rank()
+    return batch
 
 
-def raise_in_a_callback(folder: str) -> tuple[str, str, float]:
-    trainer, _ = make_trainer(Trainer, folder, {"max_steps": 4, "callbacks": [Raises()]})
-    return error_of(trainer.train)
+def train_in_vain(folder: str, settings: dict[str, Any]) -> tuple[str, str, float]:
+    return error_of(make_trainer(Trainer, folder, settings)[0].train)
 
 
 def stop_on_one_rank(folder: str) -> list[int]:
@@ -565,13 +528,13 @@ def test_arguments_made_later_do_not_make_replicas_of_the_ranks(on_two_ranks, tm
 
 
 def test_ranks_that_read_different_data_are_an_error(on_two_ranks, tmp_path):
-    errors = on_two_ranks(own_data, str(tmp_path))
+    errors = on_two_ranks(train_in_vain, str(tmp_path), {"max_steps": 2, "collator": collate_other_labels})
     assert "ValueError" in {kind for kind, _, _ in errors}  # the other rank may hear of it before it looks itself
     assert all("different batches" in text and seconds < 30 for _, text, seconds in errors)
 
 
 def test_an_error_of_one_rank_ends_the_others_at_once(on_two_ranks, tmp_path):
-    other, own = on_two_ranks(raise_in_a_callback, str(tmp_path))
+    other, own = on_two_ranks(train_in_vain, str(tmp_path), {"max_steps": 4, "callbacks": [Raises()]})
     assert own[:2] == ("OSError", "disk full")
     assert other[0] == "PipelineError" and "disk full" in other[1] and "rank 1" in other[1] and other[2] < 30
 

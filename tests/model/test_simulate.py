@@ -382,17 +382,14 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         schedule.simulate(**simulation_of({argument: value}))
 
 
+OF_UNITS = "must be a number or hold 2 x 3 values, one of each segment of each stage"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"forward": [[1.0]]},
-            "forward must be a number or hold 2 x 3 values, one of each segment of each stage: it holds 1",
-        ),
-        (
-            {"backward": [1.0, 1.0]},
-            "backward must be a number or hold 2 x 3 values, one of each segment of each stage: [0] is a number",
-        ),
+        ({"forward": [[1.0]]}, f"forward {OF_UNITS}: it holds 1"),
+        ({"backward": [1.0, 1.0]}, f"backward {OF_UNITS}: [0] is a number"),
         ({"durations": [[1.0]]}, "durations hold 1 ranks, the schedule has 2"),
         ({"durations": [[1.0], [1.0]]}, "durations of one rank holds 1 values, must hold 12"),
         ({"message_bytes": [1, 2]}, "message_bytes must be a number or hold 3 values, one of each segment: it holds 2"),

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from core_extension import core
+from core_extension import instructions_of
 
 from seq1f1b import _C, build_schedule, schedules
 from seq1f1b.plan import Layout
@@ -63,10 +63,10 @@ def test_messages_are_those_of_the_lowered_program() -> None:
         assert found.messages == sum(num_messages for *_, num_messages in _C.program_edges(program)), found.family
         own = sizes if found.num_segments == 2 else [16]
         sent = sum(
-            own[segment]
+            own[unit.segment]
             for rank in range(4)
-            for opcode, _, (_, _, _, segment), *_ in core.program_instructions(program, rank)
-            if _C.OPCODES[opcode] == "SEND"
+            for opcode, _, unit, *_ in instructions_of(program, rank)
+            if opcode == "SEND"
         )
         assert found.sent_bytes == 2 * 4096 * sent, found.family
         if "costs" not in families_named([found.family])[0].options:  # else the order depends on them

@@ -93,6 +93,11 @@ def alone(tokens: list[Tensor], targets: list[Tensor], total: float) -> tuple[li
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def engine_of(module: Any, group: Any, **options: Any) -> PipelineEngine:
+    options = {"loss_fn": cross_entropy, "arg_rules": {"doc_ids": "slice"}, **options}
+    return PipelineEngine(module, num_microbatches=1, group=group, **options)
+
+
 def step(engine: PipelineEngine, plan: StepPlan, tokens: list[Tensor], targets: list[Tensor], **options: Any) -> Any:
     kwargs = [{"doc_ids": ids} for ids in plan.doc_ids]
     return engine.step(plan.join(tokens), target=plan.join(targets), kwargs=kwargs, plan=plan, **options)
@@ -107,14 +112,8 @@ def check(rng: random.Random, num_ranks: int, schedule: str, seed: int, folder: 
     model = whole_model(CONFIG)
 
     def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, num_ranks),
-            num_microbatches=1,
-            loss_fn=cross_entropy,
-            arg_rules={"doc_ids": "slice"},
-            memory=Memory(offload=folder if remedy == "offload" else None),
-            group=group,
-        )
+        memory = Memory(offload=folder if remedy == "offload" else None)
+        engine = engine_of(stage_of(model, CONFIG, group.rank, num_ranks), group, memory=memory)
         losses = step(engine, plan, tokens, targets)
         gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
         engine.close()
@@ -146,13 +145,7 @@ def replicas(rank: int, world: int) -> None:
     replica, index = divmod(rank, 2)
     model = whole_model(CONFIG)
     stage = wrap("ddp", stage_of(model, CONFIG, index, 2), mesh.get_group("data"), mesh["data"])
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=1,
-        loss_fn=cross_entropy,
-        arg_rules={"doc_ids": "slice"},
-        group=mesh.get_group("pipeline"),
-    )
+    engine = engine_of(stage, mesh.get_group("pipeline"))
     rng = random.Random(7)
     for seed in range(4):
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(2, 9))]
@@ -208,14 +201,8 @@ def test_auxiliary_losses_of_each_document() -> None:
         return (output - target).square().mean()
 
     def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            model := copy.deepcopy(models[group.rank]),
-            num_microbatches=1,
-            loss_fn=mean_square,
-            loss=Loss(weight=lambda target: target.shape[1]),
-            arg_rules={"doc_ids": "slice"},
-            group=group,
-        )
+        model, loss = copy.deepcopy(models[group.rank]), Loss(weight=lambda target: target.shape[1])
+        engine = engine_of(model, group, loss_fn=mean_square, loss=loss)
         step(engine, plan, texts, texts)
         assert engine.report(gather=True).simulated.schedule == plan.schedule
         engine.close()
@@ -256,13 +243,7 @@ def test_steps_are_planned_by_the_units_of_the_engine(monkeypatch: pytest.Monkey
     monkeypatch.setattr("seq1f1b.report.report.Report._shared_seconds", property(seconds_of))
 
     def run(group: Any) -> tuple[list[str], list[CostModel]]:
-        engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2),
-            num_microbatches=1,
-            loss_fn=cross_entropy,
-            arg_rules={"doc_ids": "slice"},
-            group=group,
-        )
+        engine = engine_of(stage_of(model, CONFIG, group.rank, 2), group)
         batches = DocumentBatches(lengths, cost_of(2), tokens_per_step=400, engine=engine)
         digests, costs = [], []
         for planned in batches:

@@ -13,25 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from exact_cases import makespan
 
-from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule
+from seq1f1b import Costs, Schedule, ScheduleError, build_schedule
 from seq1f1b.schedule import StepMemory, families
 
 AUTO = next(family for family in families() if family.name == "auto")
-
-
-def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
-    forward, inputs, weight = options.get("costs", (1, 1, 1))
-    if isinstance(forward, list):
-        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
-    else:
-        backward = inputs + weight
-    places = schedule.num_microbatches * schedule.num_segments
-    return (
-        schedule.replace(prefetch=places)
-        .simulate(Costs(forward, backward, weight, links=Links(latency=options.get("transfer", 0))))
-        .makespan
-    )
 
 
 def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
@@ -121,21 +108,13 @@ def test_caps_in_bytes() -> None:
     ("options", "error", "message"),
     [
         ({"cap": 3}, ScheduleError, "auto needs cap >= v k: here P = 2 ranks"),
-        (
-            {"unit_bytes": [[3, 2]] * 4, "cap_bytes": [10, 9]},
-            ScheduleError,
-            "auto needs cap_bytes >= 10 on rank 1: here P = 2 ranks",
-        ),
+        ({"unit_bytes": [[3, 2]] * 4, "cap_bytes": [10, 9]}, ScheduleError, "auto needs cap_bytes >= 10 on rank 1"),
         ({"unit_bytes": 3}, ValueError, "unit_bytes and cap_bytes go together: give both"),
         ({"unit_bytes": 3, "cap_bytes": 50, "cap": 9}, ValueError, "are two forms of one cap: give one"),
         ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes holds -3 bytes, must be in 0.."),
         ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes holds 4611686018427387904 bytes, must"),
         ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes holds -50 bytes, must be in 0.."),
-        (
-            {"unit_bytes": 3, "cap_bytes": [50]},
-            ValueError,
-            "cap_bytes must be a number or hold 2 values, one of each rank: it holds 1",
-        ),
+        ({"unit_bytes": 3, "cap_bytes": [50]}, ValueError, "cap_bytes must be a number or hold 2 values, one of"),
         ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 x 2 values"),
         ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
         ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),

@@ -6,8 +6,7 @@ import statistics
 from typing import Any
 
 import pytest
-from exact_cases import chosen_cases, counts_of, options_of, read_cases
-from test_auto import makespan
+from exact_cases import chosen_cases, counts_of, makespan, options_of, read_cases
 
 from seq1f1b import build_schedule
 from seq1f1b.schedule import StepMemory

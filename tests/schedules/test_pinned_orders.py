@@ -1,4 +1,4 @@
-"""Is every family's order, its lowered program and its simulated step what it was at commit 1501567?
+"""Is every family's order, its lowered program and its simulated step what it was before?
 
 ``data/orders.json`` holds the number of cases and a SHA-256 digest for each family and kind of result:
 
@@ -9,14 +9,7 @@
     critical  slack and critical path of every unit
     memory    peaks of every kind of bytes
 
-The digests were computed at commit 1501567. A digest that changes means that behaviour changed: a commit that rewrites
-one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
-``(F5.0;B1.0)``; all its digests are those of the order without pairs.
-Those of programs, times and bytes are of orders that keep, with more places than one beyond those needed at once, what
-breaks their cycles with one, and that have no more with none than with one: a smaller number got more on some edges.
-Programs with ``prefetch=1`` are those of that commit.
-Those of ``memory`` are of receive places as large as the largest message that comes into each; they were as large as
-the largest of all.
+A digest that changes means that behaviour changed: a commit that rewrites one says which order changed and why.
 
     export PYTHONPATH=tests/support
     python tests/schedules/test_pinned_orders.py --write              compute and write all digests
@@ -31,18 +24,18 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from core_extension import core
+from core_extension import instructions_of
 from flat_costs import simulation_of
 from orders import random_order
 
 from seq1f1b import _C, Costs, Links, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import Family, StepMemory, families
-from seq1f1b.unit import unit_of
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
 FAMILIES = {family.name: family for family in families()}
@@ -149,8 +142,8 @@ def program_lines(schedule: Schedule, prefetch: int, receives: bool) -> Iterator
         yield f"peak {tuple(_C.program_stage_peak(handle, stage))}"
     for rank in range(schedule.num_ranks):
         yield f"rank {rank}"
-        for op, edge, unit, place, kv_slot, grad_slot, sequence in core.program_instructions(handle, rank):
-            yield f"{_C.OPCODES[op]} {edge} {unit_text(unit_of(unit))} {place} {kv_slot} {grad_slot} {sequence}"
+        for op, edge, unit, place, kv_slot, grad_slot, sequence in instructions_of(handle, rank):
+            yield f"{op} {edge} {unit_text(unit)} {place} {kv_slot} {grad_slot} {sequence}"
 
 
 def programs(schedule: Schedule, label: str, receives: bool = False) -> Iterator[str]:
@@ -158,10 +151,6 @@ def programs(schedule: Schedule, label: str, receives: bool = False) -> Iterator
         for prefetch in (0, 1, 3):
             yield f"prefetch {prefetch}"
             yield from program_lines(order, prefetch, receives)
-
-
-def programs_with_receives(schedule: Schedule, label: str) -> Iterator[str]:
-    return programs(schedule, label, receives=True)
 
 
 def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -246,15 +235,11 @@ def memory(schedule: Schedule, label: str) -> Iterator[str]:
         yield " ".join(f"{name} {getattr(peaks, name)}" for name in PEAKS)
 
 
-def order_text(schedule: Schedule, label: str) -> Iterator[str]:
-    yield schedule.to_text()
-
-
 # Each kind's lines of a schedule, and how many of a family's small cases it takes; None: all cases of any size.
-KINDS = {
-    "order": (order_text, None),
+KINDS: dict[str, tuple[Callable[[Schedule, str], Iterable[str]], int | None]] = {
+    "order": (lambda schedule, label: [schedule.to_text()], None),
     "program": (programs, 24),
-    "receives": (programs_with_receives, 12),
+    "receives": (partial(programs, receives=True), 12),
     "times": (times, 48),
     "critical": (critical, 48),
     "memory": (memory, 64),
@@ -267,14 +252,14 @@ def lines_of(name: str, kind: str, of_family: list[Case]) -> Iterator[tuple[str,
     """Label and lines of each case that the kind takes."""
     make, most = KINDS[kind]
     if most is not None:
-        small = [case for case in of_family if num_forwards(case[1]) <= SMALL]
+        small = [
+            (label, order)
+            for label, order in of_family
+            if order.num_stages * order.num_microbatches * order.num_segments <= SMALL
+        ]
         of_family = sorted(small, key=lambda case: hashlib.sha256(case[0].encode()).digest())[:most]  # a fixed mixture
     for label, schedule in of_family:
         yield label, list(make(schedule, label))
-
-
-def num_forwards(schedule: Schedule) -> int:
-    return schedule.num_stages * schedule.num_microbatches * schedule.num_segments
 
 
 def digests(name: str) -> dict[str, list[Any]]:

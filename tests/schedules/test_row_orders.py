@@ -4,6 +4,7 @@ import itertools
 import pickle
 
 import pytest
+from orders import small_schedule
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import Family, StepMemory, families
@@ -14,17 +15,6 @@ V_SHAPED = ["seq-zbv", "seq-v-half", "seq-v-min"]
 TAKE_ROWS = [*ONE_STAGE, *V_SHAPED, "auto"]
 
 
-def built(name: str, num_ranks: int, rows: tuple[int, ...]) -> Schedule | None:
-    family = next(family for family in families() if family.name == name)
-    counts = {
-        "num_ranks": num_ranks,
-        "num_microbatches": len(rows),
-        "num_segments": rows,
-        "stages_per_rank": family.stages_per_rank,
-    }
-    return None if family.broken_rule(**counts) else build_schedule(name, **counts)
-
-
 def cells(rows: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(m, s) for m, count in enumerate(rows) for s in range(count)]
 
@@ -32,10 +22,9 @@ def cells(rows: tuple[int, ...]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", TAKE_ROWS)
 def test_equal_rows_are_todays_order(name: str) -> None:
     for num_ranks, M, k in itertools.product((1, 2, 3, 4), (1, 2, 4, 7), (1, 2, 5)):
-        order = built(name, num_ranks, (k,) * M)
-        if order is not None:
-            v = order.num_stages // num_ranks
-            plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=M, num_segments=k, stages_per_rank=v)
+        order, plain = (small_schedule(name, num_ranks, M, segments) for segments in ((k,) * M, k))
+        assert (order is None) == (plain is None)
+        if order is not None and plain is not None:
             assert order.ranks == plain.ranks and (order.rows, plain.rows) == ((k,) * M, None)
             assert order.simulate().makespan == plain.simulate().makespan
             assert pickle.loads(pickle.dumps(order)) == order and pickle.loads(pickle.dumps(order)).rows == order.rows

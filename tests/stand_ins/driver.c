@@ -49,7 +49,7 @@ static _Thread_local struct {
 
 /* Sets `name` to the current device, or leaves the function. */
 #define NEEDS_CONTEXT(name)                                                                                            \
-    int32_t name = current_device();                                                                                   \
+    const int32_t name __attribute__((unused)) = current_device();                                                     \
     if (name < 0)                                                                                                      \
     return CUDA_ERROR_INVALID_CONTEXT
 
@@ -88,30 +88,29 @@ static const struct {
     {CUDA_ERROR_ASSERT, "CUDA_ERROR_ASSERT", "device-side assert triggered"},
 };
 
-static CUresult find_error(CUresult error, size_t *index)
+static CUresult find_error(CUresult error, const char **name, const char **text)
 {
-    for (*index = 0; *index < sizeof errors / sizeof *errors; ++*index)
-        if (errors[*index].code == error)
-            return CUDA_SUCCESS;
-    return CUDA_ERROR_INVALID_VALUE;
+    *name = *text = NULL;
+    for (size_t i = 0; i < sizeof errors / sizeof *errors && *name == NULL; i++)
+        if (errors[i].code == error) {
+            *name = errors[i].name;
+            *text = errors[i].text;
+        }
+    return *name != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGetErrorName(CUresult error, const char **name)
 {
     ENTER(cuGetErrorName);
-    size_t index;
-    CUresult result = find_error(error, &index);
-    *name = result == CUDA_SUCCESS ? errors[index].name : NULL;
-    return result;
+    const char *text;
+    return find_error(error, name, &text);
 }
 
 CUresult cuGetErrorString(CUresult error, const char **text)
 {
     ENTER(cuGetErrorString);
-    size_t index;
-    CUresult result = find_error(error, &index);
-    *text = result == CUDA_SUCCESS ? errors[index].text : NULL;
-    return result;
+    const char *name;
+    return find_error(error, &name, text);
 }
 
 /* -- devices and contexts ---------------------------------------------------------------------------------------- */
@@ -175,7 +174,6 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context)
 {
     ENTER(cuCtxPopCurrent_v2);
     NEEDS_CONTEXT(index);
-    (void)index;
     *context = thread.stack[--thread.depth];
     return CUDA_SUCCESS;
 }
@@ -184,7 +182,6 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
     ENTER(cuCtxGetStreamPriorityRange);
     NEEDS_CONTEXT(index);
-    (void)index;
     *least = 0;
     *greatest = -5;
     return CUDA_SUCCESS;
@@ -558,7 +555,6 @@ CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags)
     ENTER(cuMemHostAlloc);
     NEEDS_ARGUMENT(bytes > 0 && flags == 0);
     NEEDS_CONTEXT(index);
-    (void)index;
     machine.counters.live_pinned_bytes += (int64_t)bytes;
     return allocate(memory, bytes, -1);
 }
@@ -632,7 +628,6 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
     ENTER(cuIpcGetMemHandle);
     NEEDS_CONTEXT(index);
-    (void)index;
     const allocation *entry = find_beginning(address);
     NEEDS_ARGUMENT(entry != NULL && !entry->foreign);
     if (entry->bytes % ((size_t)2 << 20) != 0) /* CUDA C++ Programming Guide, "Interprocess Communication" */

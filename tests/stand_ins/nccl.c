@@ -128,18 +128,12 @@ static const struct ncclComm *peer_of(const struct ncclComm *comm)
 }
 
 /* The first transfer connects: the other host has to come to its own. */
-static int group_can_launch(const struct ncclComm *comm)
-{
-    return peer_of(comm)->connects && (comm->idle_until == 0 || device_reached(comm->device, comm->idle_until));
-}
-
 static int may_go_on(const struct ncclComm *comm)
 {
-    switch (comm->in_progress) {
-    case CREATION: return peer_of(comm) != NULL;
-    case GROUP: return group_can_launch(comm);
-    default: return 1;
-    }
+    if (comm->in_progress == CREATION)
+        return peer_of(comm) != NULL;
+    return comm->in_progress == IDLE ||
+           (peer_of(comm)->connects && (comm->idle_until == 0 || device_reached(comm->device, comm->idle_until)));
 }
 
 static void launch(ncclComm_t comm);

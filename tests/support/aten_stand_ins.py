@@ -61,7 +61,7 @@ def _backward(
     weights = torch.exp(q @ k.transpose(-1, -2) * scale - lse.double()[..., None]).masked_fill(~seen, 0)
     dlogits = weights * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
     grads = dlogits @ k, dlogits.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ dout
-    return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
+    return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value] # three
 
 
 def _seen_in(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,12 +89,43 @@ def gradients(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+def backward(leaves: Sequence[Tensor], dout: Tensor, in_step: bool, **options: Any) -> Tensor:
+    """Goes forward and back outside of a step, or as the one segment of one."""
+    step = SimulatedStep([dout.shape[2]])
+    with step.unit("F", 0, 0) if in_step else nullcontext():
+        out = causal_attention(*leaves, layer=0, **options)
+    with step.unit("B", 0, 0) if in_step else nullcontext():
+        out.backward(dout)
+    return out.detach()
+
+
+def gradients_by_layout(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, in_step: bool) -> Iterator[list[Tensor]]:
+    """gradients() of the same values in other memory: transposes of (batch, tokens, heads, head_dim), slices of one
+    projection, a last stride that is not 1 in all or in v alone, rows that are not 16 bytes apart, an odd address."""
+    head_dim = q.shape[3]
+    parts = [t.transpose(1, 2).flatten(2) for t in (q, k, v)]
+    fused = torch.cat(parts, -1).split([t.shape[2] for t in parts], -1)
+    for tensors in (
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        [t.unflatten(2, (-1, head_dim)).transpose(1, 2) for t in fused],
+        [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)],
+        [q, k, v.transpose(1, 2).contiguous().transpose(1, 2)],
+        [torch.cat([t, t[..., :3]], -1)[..., :head_dim] for t in (q, k, v)],
+        [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)],
+    ):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        assert [t.stride() for t in leaves] == [t.stride() for t in tensors]
+        out = backward(leaves, dout, in_step)
+        assert out.transpose(1, 2).is_contiguous()
+        yield [out, *(t.grad for t in leaves if t.grad is not None)]
+
+
 def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
     """Norm of the difference over the norm, for out, dq, dk and dv. They are of one size, or zero: dq, window 1."""
     norms = torch.stack([t.double().norm() for t in truth])
     floor = 0.1 * norms.square().mean().sqrt()
     differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(got, truth, strict=True)])
-    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return]
+    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return] # floats
 
 
 def segmented(

@@ -13,6 +13,9 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from seq1f1b import _C
+from seq1f1b.unit import Unit, unit_of
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests" / "c" / "core_extension.c"
 BUILT = ROOT / "build" / f"core_extension{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -42,3 +45,11 @@ def load() -> ModuleType:
 
 
 core = load()
+
+
+def instructions_of(program: object, rank: int) -> list[tuple[str, int, Unit, int, int, int, int]]:
+    """Opcode, edge, unit, place, KV slot, gradient slot and number of a message, of each instruction of a rank."""
+    return [
+        (_C.OPCODES[opcode], edge, unit_of(unit), *rest)
+        for opcode, edge, unit, *rest in core.program_instructions(program, rank)
+    ]

@@ -8,36 +8,28 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from seq1f1b import _C, Costs, Links
-from seq1f1b.schedule import Schedule, Simulation, Unit
+from seq1f1b import _C
+from seq1f1b.schedule import Schedule, Unit
 from seq1f1b.unit import unit_of
-
-__all__ = ["Optimum", "shortest_schedule"]
 
 _PASSES = sum(1 << _C.PASSES.index(kind) for kind in "FIW")
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """What the solver found.
+class Optimum(NamedTuple):
+    """The shortest order that was found, its backward split into I and W, or None if there is no shorter one than
+    ``most``; its makespan in the unit of the costs; and a bound below which no order is."""
 
-    Attributes:
-        schedule: the shortest order found; backward is split into I and W.
-        makespan: its time, in the unit of the costs.
-        bound: no order takes less.
-        proved: ``makespan == bound``.
-        seconds: that the solver took.
-    """
-
-    schedule: Schedule
+    schedule: Schedule | None
     makespan: int
     bound: int
-    proved: bool
-    seconds: float
+
+    @property
+    def proved(self) -> bool:
+        return self.makespan == self.bound
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ def shortest_schedule(
     num_segments: int = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
-    start: Schedule | None = None,
+    most: int | None = None,
     seconds: float = 10.0,
     workers: int = 1,
 ) -> Optimum:
@@ -104,20 +96,19 @@ def shortest_schedule(
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
         options: as those of the schedule ``"auto"``: ``costs``, ``transfer``, ``placement`` (the loop unless given),
             ``cap`` or ``unit_bytes`` with ``cap_bytes``; costs and ``transfer`` are whole numbers, costs above 0.
-        start: an order with these counts, placement and cap, to start from.
+        most: the makespan of an order with these counts, placement and cap; longer ones are not looked at.
         seconds: time limit.
         workers: threads.
     Raises:
-        TimeoutError: no order was found in time; without ``start`` only.
+        TimeoutError: no order was found in time; without ``most`` only.
     """
     from ortools.sat.python import cp_model
 
     problem = _read(num_ranks, num_microbatches, num_segments, stages_per_rank, dict(options or {}))
-    started = _starts(problem, start)
     units = problem.units()
     model = cp_model.CpModel()
     messages = len(units) * problem.transfer
-    horizon = sum(map(problem.cost, units)) + messages if started is None else started[1]
+    horizon = sum(map(problem.cost, units)) + messages if most is None else most
     begin = {unit: model.new_int_var(0, horizon, str(unit)) for unit in units}
     makespan = model.new_int_var(0, horizon, "makespan")
     for unit in units:
@@ -135,27 +126,19 @@ def shortest_schedule(
         if problem.cap_bytes is not None:
             _cap_memory(model, problem, own, begin, makespan, horizon, problem.cap_bytes[rank])
     model.minimize(makespan)
-    if started is not None:
-        for unit, time in started[0].items():
-            model.add_hint(begin[unit], time)
-        model.add_hint(makespan, started[1])
-
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     status = solver.solve(model)
     bound = round(solver.best_objective_bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        if start is None or started is None:
-            raise TimeoutError(f"no order was found in {seconds} s; give more, or a start")
-        return Optimum(start, started[1], bound, False, solver.wall_time)
+        if most is None:
+            raise TimeoutError(f"no order was found in {seconds} s; give more, or the makespan of one")
+        return Optimum(None, most, bound)
     orders: list[list[Unit]] = [[] for _ in range(num_ranks)]
     for unit in sorted(units, key=lambda unit: solver.value(begin[unit])):
         orders[problem.rank_of_stage[unit.stage]].append(unit)
-    schedule = Schedule(orders)
-    found = _makespan(problem, schedule)
-    assert found <= solver.value(makespan), "the simulator and the solver disagree"
-    return Optimum(schedule, found, bound, status == cp_model.OPTIMAL, solver.wall_time)
+    return Optimum(Schedule(orders), solver.value(makespan), bound)
 
 
 def _cap_memory(
@@ -200,36 +183,3 @@ def _read(
         per_unit(options.get("unit_bytes", 1)),
         [cap_bytes] * num_ranks if isinstance(cap_bytes, int) else cap_bytes,
     )
-
-
-def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
-    """Exact: sums of whole numbers."""
-    costs = problem.costs | {"B": [i + w for i, w in zip(problem.costs["I"], problem.costs["W"], strict=True)]}
-
-    def durations(units: Sequence[Unit]) -> list[int]:
-        return [costs[unit.kind][problem.cell(unit)] for unit in units]
-
-    places = problem.num_microbatches * problem.num_segments
-    return schedule.replace(prefetch=places).simulate(
-        Costs(links=Links(latency=problem.transfer)), durations=[durations(units) for units in schedule.ranks]
-    )
-
-
-def _makespan(problem: _Problem, schedule: Schedule) -> int:
-    return round(_simulate(problem, schedule).makespan)
-
-
-def _starts(problem: _Problem, start: Schedule | None) -> tuple[dict[Unit, int], int] | None:
-    """When each unit of a given order starts, and its makespan; a B is an I, then a W."""
-    if start is None:
-        return None
-    simulation = _simulate(problem, start)
-    times: dict[Unit, int] = {}
-    for unit, begin, _ in itertools.chain.from_iterable(simulation.timeline):
-        if unit.kind == "B":
-            first = unit._replace(kind="I")
-            times[first] = round(begin)
-            times[unit._replace(kind="W")] = round(begin) + problem.cost(first)
-        else:
-            times[unit] = round(begin)
-    return times, round(simulation.makespan)

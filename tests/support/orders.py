@@ -2,16 +2,24 @@
 
 import itertools
 import random
+from collections.abc import Iterable, Iterator
+
+from trees import makers_of
 
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import families
 
 
-def small_schedule(name: str, P: int, M: int, k: int) -> Schedule | None:
+def small_schedule(name: str, P: int, M: int, k: int | tuple[int, ...]) -> Schedule | None:
     """None where the family's rule forbids these counts."""
     family = next(family for family in families() if family.name == name)
     counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": family.stages_per_rank}
     return build_schedule(name, **counts) if family.broken_rule(**counts) is None else None
+
+
+def small_schedules(name: str, *columns: Iterable[int]) -> Iterator[Schedule]:
+    """Of all these P, M and k."""
+    return filter(None, (small_schedule(name, *counts) for counts in itertools.product(*columns)))
 
 
 def random_order(rng: random.Random) -> Schedule:
@@ -21,28 +29,15 @@ def random_order(rng: random.Random) -> Schedule:
     S = P * v
     placement = rng.choice([[s % P for s in range(S)], [min(s % (2 * P), 2 * P - 1 - s % (2 * P)) for s in range(S)]])
     has_backward, split = rng.random() < 0.8, rng.random() < 0.4
+    kinds = "F" + has_backward * ("IW" if split else "B")
+    chains = [list(range(-1, k - 1))] * M
+    cells = [[Unit(kind, *cell) for kind in kinds] for cell in itertools.product(range(S), range(M), range(k))]
+    makers = {unit: makers_of(unit, chains, S, kinds) for cell in cells for unit in cell}
     done: set[Unit] = set()
     ranks: list[list[Unit]] = [[] for _ in range(P)]
     while True:
-        ready = []
-        for stage, m, s in itertools.product(range(S), range(M), range(k)):
-            forward, weight = Unit("F", stage, m, s), Unit("W", stage, m, s)
-            back = Unit("I" if split else "B", stage, m, s)
-            if forward not in done:
-                before = [forward._replace(segment=s - 1)] * (s > 0) + [forward._replace(stage=stage - 1)] * (stage > 0)
-                candidate = forward
-            elif has_backward and back not in done:
-                before = (
-                    [forward._replace(segment=i) for i in range(k)] if s == k - 1 else [back._replace(segment=s + 1)]
-                )
-                before += [back._replace(stage=stage + 1)] * (stage < S - 1)
-                candidate = back
-            elif has_backward and split and weight not in done:
-                before, candidate = [], weight
-            else:
-                continue
-            if done.issuperset(before):
-                ready.append(candidate)
+        following = [next((unit for unit in cell if unit not in done), None) for cell in cells]
+        ready = [unit for unit in following if unit is not None and makers[unit] <= done]
         if not ready:
             return Schedule(ranks)
         unit = rng.choice(ready)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attention_runs import formula
+from attention_runs import OPTIONS, errors, formula, random_qkv
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -112,8 +112,8 @@ def by_units(
             else:
                 outs[s].backward(dout[:, :, rows])
     segments = range(len(step.sizes))
-    of_grads = ([leaves[s][i].grad for s in segments] for i in range(3))
-    return [torch.cat([outs[s].detach() for s in segments], 2), *(torch.cat(grads, 2) for grads in of_grads)]  # type: ignore[arg-type]
+    grads = (torch.cat([leaves[s][i].grad for s in segments], 2) for i in range(3))  # type: ignore[misc] # all have one
+    return [torch.cat([outs[s].detach() for s in segments], 2), *grads]
 
 
 class Case:
@@ -143,3 +143,15 @@ class Case:
             sizes, parents=self.parents, parts=parts, rows=rows, num_rows=num_rows, **options
         )  # fmt: skip
         self.tokens = sum(sizes)
+
+
+BY_DISTANCE = ("window", "window of 1", "slopes", "slopes per batch", "all")  # siblings refuse them
+
+
+def errors_of_tree(seed: int, name: str, dtype: torch.dtype, **shape: Any) -> list[float]:
+    """Those of a random tree, unit by unit, under options of this name."""
+    case, options = Case(seed, with_parts=name not in (*BY_DISTANCE, "documents"), **shape), dict(OPTIONS[name])
+    qkv, (dout, *_) = (random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=s) for s in (seed, 9))
+    if "doc_ids" in options:
+        options["doc_ids"] = torch.arange(2 * case.tokens, dtype=torch.int32).view(2, case.tokens) // 9
+    return errors(by_units(case.step, case.order, options, qkv, dout), by_paths(case.step, options, qkv, dout))

@@ -58,16 +58,21 @@ def _live(pipe: Connection) -> None:
 
 
 class LivingRanks:
-    """Processes that live as long as this one, or until a function fails in one of them."""
+    """Processes that live as long as this one, or until a function fails in one of them.
 
-    def __init__(self) -> None:
+    Args:
+        daemon: if not, they may start processes of their own, and end with :meth:`end` alone.
+    """
+
+    def __init__(self, daemon: bool = True) -> None:
+        self._daemon = daemon
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
 
     def run(self, world: int, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         while len(self.pipes) < world:
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_live, args=(theirs,), daemon=True))
+            self.processes.append(context.Process(target=_live, args=(theirs,), daemon=self._daemon))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
@@ -106,18 +111,17 @@ def run_processes(world: int, fn: Callable[..., Any], *arguments: Any) -> list[A
     return LIVING.run(world, fn, arguments)
 
 
-def run_fresh_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
-    """Calls ``fn(rank, world, *arguments)`` in processes of its own, of which one may leave before the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
-        while not processes.join():
-            pass
-
-
 def give_back_what_is_freed() -> None:
     """Has glibc give the memory of a tensor back as it is freed, in this process: a heap would keep some of it."""
     m_mmap_threshold = -3  # malloc.h
     assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Of this process, now or at its peak."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
 
 
 def shared_memory_names() -> set[str]:
@@ -139,17 +143,13 @@ def join_and_run(
 
 
 class PipedProcesses:
-    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all.
+    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all."""
 
-    Args:
-        daemon: they end with this process, whatever happens to it, and start none of their own.
-    """
-
-    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any, daemon: bool = True) -> None:
+    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any) -> None:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=daemon)
+            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -18,9 +18,7 @@ class SimulatedStep:
         *,
         kv_slots: int = 1,
         grad_slots: int = 1,
-        stage: int = 0,
         training: bool = True,
-        scope: str = "thread",
         cache: object = None,
         parents: Sequence[int] | None = None,
         parts: Mapping[int, Sequence[int]] | None = None,
@@ -34,12 +32,12 @@ class SimulatedStep:
             rows: the first row of each segment in its slab, None: its position; num_rows: that a slab has.
         """
         self.sizes = list(sizes)
-        self.stage, self.training, self.scope = stage, training, scope
+        self.training = training
         self.parents = list(range(-1, len(self.sizes) - 1)) if parents is None else list(parents)
         self.parts = dict(parts or {})
         self.rows = [self.position(s) for s in range(len(self.sizes))] if rows is None else list(rows)
         self.cache = _C.kv_cache_create() if cache is None else cache
-        slots = [(stage, kv_slots, grad_slots)]
+        slots = [(0, kv_slots, grad_slots)]
         core.kv_cache_begin_step(self.cache, slots, sum(self.sizes) if num_rows is None else num_rows, len(self.sizes))
 
     def slice(self, segment: int) -> slice:
@@ -76,13 +74,13 @@ class SimulatedStep:
     def unit(self, kind: str, microbatch: int, segment: int, *, slot: int = 0, grad_slot: int = 0) -> Iterator[None]:
         """Runs the body as unit ``F<microbatch>.<segment>`` (or B); a body that raises leaves the unit unfinished."""
         core.current_unit_set(
-            self.cache, _C.PASSES.index(kind), self.stage, microbatch, segment, len(self.sizes), slot,
+            self.cache, _C.PASSES.index(kind), 0, microbatch, segment, len(self.sizes), slot,
             -1 if kind == "F" else grad_slot, self.training, self.position(segment), self.sizes[segment],
-            sum(self.sizes), self.scope, self.place(segment),
+            sum(self.sizes), self.place(segment),
         )  # fmt: skip
         finished = False
         try:
             yield
             finished = True
         finally:
-            core.current_unit_clear(self.scope, finished)
+            core.current_unit_clear(finished)

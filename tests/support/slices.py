@@ -47,12 +47,12 @@ def pairs_of(*columns: Sequence[Any]) -> list[Any]:
 
     A value that is a tuple fills several parameters.
     """
-    grid = [tuple(itertools.chain(*map(_as_tuple, case))) for case in itertools.product(*columns)]
+    grid = list(map(_flat, itertools.product(*columns)))
     return slice_of(grid, every_pair(grid))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _flat(case: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(itertools.chain(*(value if isinstance(value, tuple) else (value,) for value in case)))
 
 
 def each_value(*columns: Sequence[Any]) -> list[Any]:
@@ -60,12 +60,8 @@ def each_value(*columns: Sequence[Any]) -> list[Any]:
 
     A value that is a tuple fills several parameters.
     """
-
-    def flat(case: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(itertools.chain(*map(_as_tuple, case)))
-
-    kept = [flat(column[i % len(column)] for column in columns) for i in range(max(map(len, columns)))]
-    return slice_of(map(flat, itertools.product(*columns)), kept)
+    kept = [_flat(column[i % len(column)] for column in columns) for i in range(max(map(len, columns)))]
+    return slice_of(map(_flat, itertools.product(*columns)), kept)
 
 
 def by_family(grid: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
@@ -73,18 +69,15 @@ def by_family(grid: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
     return [list(group) for _, group in itertools.groupby(grid, key=lambda case: case[0])]
 
 
-def is_in_slice(count: int, name: str, rest: int = 0) -> bool:
+def is_in_slice(count: int, name: str) -> bool:
     """True for one name in so many, the same ones whatever names are added."""
-    return zlib.crc32(name.encode()) % count == rest
+    return zlib.crc32(name.encode()) % count == 0
 
 
-def one_in(count: int, names: Iterable[str], *, rest: int = 0, always: Collection[str] = ()) -> list[Any]:
+def one_in(count: int, names: Collection[str], *, always: Collection[str] = ()) -> list[Any]:
     """Each name as a parameter. One in so many stays in the plain run, the same ones whatever names are added."""
-
-    def stays(name: str) -> bool:
-        return name in always or is_in_slice(count, name, rest)
-
-    return [pytest.param(name, marks=() if stays(name) else pytest.mark.full) for name in names]
+    kept = [(name,) for name in names if name in always or is_in_slice(count, name)]
+    return slice_of(((name,) for name in names), kept)
 
 
 def every_pair(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -144,10 +144,10 @@ def gradient_error(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> fl
     assert gradients.keys() == truth.keys()
     norms = torch.stack([g.double().norm() for g in truth.values()])
     floor = 1e-3 * norms.square().mean().sqrt()
-    return max(
-        float((gradients[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), floor))
-        for name, g in truth.items()
-    )
+    errors = [
+        (gradients[n].double() - g.double()).norm() / torch.maximum(g.double().norm(), floor) for n, g in truth.items()
+    ]
+    return float(torch.stack(errors).max())  # NaN, if any is
 
 
 def full_gradient(gradient: Any) -> Tensor:

@@ -113,18 +113,30 @@ def test_two_hosts_and_one_that_is_killed(hosts: tuple[Host, Host]) -> None:
         assert ended - killed < AT_ONCE and again[3] - ended < AT_ONCE and closed - again[3] < AT_ONCE
 
 
-def step_until_the_store_is_gone(rank: int, pipe: Connection) -> Any:
-    engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == 2 else 0)
-    engine.step(TOKENS, target=TARGET)
+def step_until_it_fails(rank: int, pipe: Connection, trapped: int = -1, asleep: int = -1, **limits: Any) -> Any:
+    """A good step unless a rank falls asleep before it, and others until one fails; a rank may be trapped in its second
+    one. Returns what it ends with, and when the engine is closed."""
+    engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == trapped else 0, **limits)
+    if asleep < 0:
+        engine.step(TOKENS, target=TARGET)
     pipe.send(("result", "ready"))
-    first = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    if rank == asleep:
+        time.sleep(120)
+
+    def steps() -> None:
+        while True:
+            engine.step(TOKENS, target=TARGET)
+
+    failure = outcome(steps)
     engine.close()
-    return first, time.monotonic()
+    if limits:  # where nobody is killed
+        dist.destroy_process_group()
+    return failure, time.monotonic()
 
 
 def test_the_host_of_the_launchers_store_is_killed(hosts: tuple[Host, Host]) -> None:
     """Neighbours of a rank there name it, the others the store; nobody waits."""
-    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 4), step_until_the_store_is_gone) as ranks:
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 4), step_until_it_fails, 2) as ranks:
         assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         assert ranks.result(2) == "in the trap"
         for rank in (0, 1):
@@ -136,42 +148,17 @@ def test_the_host_of_the_launchers_store_is_killed(hosts: tuple[Host, Host]) -> 
     assert re.search(rf"lost the launcher's store at {hosts[1].name}:{PORT + 4}|rank [01] is gone", text), text
 
 
-def step_once(rank: int, pipe: Connection) -> Any:
-    engine = make(rank, pipe)
-    pipe.send(("result", "ready"))
-    if rank == 3:
-        time.sleep(120)
-    failure = outcome(lambda: engine.step(TOKENS, target=TARGET))
-    engine.close()
-    return failure
-
-
 def test_a_rank_that_is_killed_before_its_first_step(hosts: tuple[Host, Host]) -> None:
     """Long before ``Limits.first_step``, though nobody waits for a message of that rank."""
-    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 2), step_once) as ranks:
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 2), step_until_it_fails, -1, 3) as ranks:
         assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         time.sleep(0.5)
         os.kill(ranks.processes[3].pid, signal.SIGKILL)
         killed = time.monotonic()
         results = [ranks.result(rank) for rank in range(3)]
-    for name, text, (rank, _, _), ended in results:
+    for (name, text, (rank, _, _), ended), _ in results:
         assert name == "PipelineError" and rank == 3 and "rank 3 is gone" in text
         assert ended - killed < AT_ONCE
-
-
-def step_until_it_fails(rank: int, pipe: Connection) -> Any:
-    engine = make(rank, pipe, limits=Limits(step=2.0, first_step=15.0))
-    engine.step(TOKENS, target=TARGET)
-    pipe.send(("result", "ready"))
-
-    def steps() -> None:
-        while True:
-            engine.step(TOKENS, target=TARGET)
-
-    failure = outcome(steps)
-    engine.close()
-    dist.destroy_process_group()
-    return failure
 
 
 def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
@@ -180,7 +167,8 @@ def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
     A rank that waits for a step's first message, which tells the length, allows for a new one: ``Limits.first_step``.
     """
     host = hosts[1]
-    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 3), step_until_it_fails) as ranks:
+    short = partial(step_until_it_fails, limits=Limits(step=2.0, first_step=15.0))
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 3), short) as ranks:
         assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         with contextlib.ExitStack() as undo:
             undo.callback(host.run, "ip", "link", "set", INTERFACE, "up")
@@ -190,6 +178,6 @@ def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
             for process in ranks.processes:
                 process.join(20)
     assert [process.exitcode for process in ranks.processes] == [0] * P
-    for name, text, (rank, _, _), ended in results:
+    for (name, text, (rank, _, _), ended), _ in results:
         assert name == "PipelineError" and rank is not None, text
         assert 1.0 < ended - down < 15.0 + 10.0

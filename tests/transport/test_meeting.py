@@ -244,10 +244,10 @@ def be_struck(rank: int, pipe: Connection, kind: str, how: str, turn: int) -> An
 
     engine(transport=kind).close()
     before, gather, began = held(), Meeting.gather, time.monotonic()
-    Meeting.gather = struck  # type: ignore[method-assign]
+    Meeting.gather = struck  # type: ignore[method-assign] # in this process alone
     limits = Limits(step=2.0, first_step=2.0)
     name, text, _, ended = outcome(lambda: engine(transport=kind, limits=limits).close())
-    Meeting.gather = gather  # type: ignore[method-assign]
+    Meeting.gather = gather  # type: ignore[method-assign] # as it was
     if how == "is killed":
         return name, text, ended - began, before, before
     dist.barrier()
@@ -316,24 +316,29 @@ def test_an_interrupt_in_the_set_up_leaves_nothing(tmp_path: Path, kind: str) ->
         assert after == [before] * len(after), (before, after, ended)
 
 
-def count_keys(rank: int, pipe: Connection, kind: str) -> list[int]:
-    """Keys in the launcher's store after one engine after another."""
-    store, counts = dist.group.WORLD.get_group_store(), []
-    for _ in range(4):
+def make_several(rank: int, pipe: Connection, kind: str, closes: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Keys in the launcher's store, and what the process holds, after one engine after another."""
+    store, counts, places = dist.group.WORLD.get_group_store(), [], []
+    for number in range(6):
         made = engine(transport=kind)
         assert step(made)[0] == ""
-        made.close()
+        if closes:
+            made.close()
+        del made
         dist.barrier()
         counts.append(store.num_keys())
+        places.append(held(places[-1] if number > 1 else None))
         dist.barrier()
-    return counts
+    return counts, places
 
 
-@pytest.mark.parametrize(("kind", "most"), [("shm", 1), ("c10d", 2)])
-def test_an_engine_leaves_next_to_nothing_in_the_store(tmp_path: Path, kind: str, most: int) -> None:
-    """Each rank leaves one value of set-up; over c10d also what it did last."""
-    counts, _ = results_of(2, tmp_path, count_keys, kind)
-    assert [later - earlier for earlier, later in itertools.pairwise(counts)] == [2 * most] * 3, counts
+@pytest.mark.parametrize(("kind", "closes"), [("shm", True), ("c10d", True), ("shm", False), ("c10d", False)])
+def test_an_engine_leaves_next_to_nothing(tmp_path: Path, kind: str, closes: bool) -> None:
+    """Each rank leaves one value of set-up in the store, over c10d also what it did last; no thread, no descriptor."""
+    for counts, places in results_of(2, tmp_path, make_several, kind, closes):
+        most = 2 if kind == "c10d" else 1
+        assert [later - earlier for earlier, later in itertools.pairwise(counts)] == [2 * most] * 5, counts
+        assert len(set(places[1:])) == 1, places
 
 
 # -- who writes to the store -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from scripts import environment
 from slices import every_pair, full_only, slice_of
 from torch import nn
 
@@ -26,9 +27,6 @@ from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.meeting import SharedStore
 from seq1f1b.transport.restart import agree_on_name
-
-ROOT = Path(__file__).parents[2]
-
 
 # -- one start after another, over one store ---------------------------------------------------------------------------
 
@@ -243,9 +241,8 @@ def test_what_torchs_function_takes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CALLS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*launcher, str(script), str(tmp_path / "file")], env=environment, capture_output=True, text=True, timeout=120
+        [*launcher, str(script), str(tmp_path / "file")], env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("all done") == 2

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 from core_extension import core
-from processes import AT_ONCE, PipedProcesses, join_and_run, meet, results_of, running
-from scripts import free_port
+from processes import AT_ONCE, results_of, running
 
 import seq1f1b
 from seq1f1b import _C, PipelineError, transport
@@ -460,29 +458,6 @@ def test_a_rank_that_has_left_is_heard_of_at_once(tmp_path: Path, kind: str, clo
             assert "the script of rank 2 has ended, or closed its engine (" in text, text
             assert "did its data end earlier?" in text and seconds < AT_ONCE, (text, seconds)
         ranks.pipes[2].send("go")
-
-
-def make_many(rank: int, pipe: Connection, kind: str, closes: bool) -> list[tuple[int, int]]:
-    """Threads and descriptors after some engines, and after many."""
-    found, x = [], torch.ones(2, 4, 4)
-    for number in range(30):
-        engine = make_engine(kind)
-        engine.step(x, target=x)
-        if closes:
-            engine.close()
-        del engine
-        if number in (4, 29):
-            time.sleep(0.5)  # a thread that ends may still be there
-            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "closes"), [("c10d", True), ("c10d", False), ("shm", False)])
-def test_many_engines_one_after_the_other_leave_nothing(tmp_path: Path, kind: str, closes: bool) -> None:
-    come = partial(meet, f"tcp://127.0.0.1:{free_port()}", 2)
-    with PipedProcesses(2, join_and_run, come, make_many, kind, closes) as ranks:
-        for some, many in [ranks.result(rank) for rank in range(2)]:
-            assert many[0] <= some[0] + 1 and many[1] <= some[1] + 1, (some, many)
 
 
 def test_a_message_for_which_there_is_no_address_space() -> None:
