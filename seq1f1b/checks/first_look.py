@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from seq1f1b import _C
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.attention.unit import LiveUnit, current, enter
+from seq1f1b.engine.features import Feature, Received
 from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
 from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
 from seq1f1b.engine.replicas import Fsdp, without_wrapper
 from seq1f1b.engine.split_backward import is_plain
-from seq1f1b.engine.stage import Feature, Received, StageStep
+from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import step_on
 from seq1f1b.transport import LoopbackGroup

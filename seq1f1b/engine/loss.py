@@ -14,10 +14,11 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
+from seq1f1b.engine.features import Received
 from seq1f1b.engine.findings import Finding
 from seq1f1b.engine.model_state import RandomState
 from seq1f1b.engine.replicas import Fsdp, without_wrapper
-from seq1f1b.engine.stage import Received, StageStep, detached
+from seq1f1b.engine.stage import StageStep, detached
 from seq1f1b.engine.weighting import Weighting
 from seq1f1b.nested import tensors_of
 

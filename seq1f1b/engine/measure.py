@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.features import Feature, Received
 from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import Fsdp
-from seq1f1b.engine.stage import Feature, Received, StageStep
+from seq1f1b.engine.stage import StageStep
 
 __all__: list[str] = []
 

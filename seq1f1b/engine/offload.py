@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from seq1f1b import _C
 from seq1f1b.attention.unit import LiveUnit
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.measure import SavedBytes, storages_of
-from seq1f1b.engine.stage import Feature, Pass, Received, StageStep
+from seq1f1b.engine.stage import StageStep
 from seq1f1b.transport.descriptors import Descriptor
 from seq1f1b.transport.group import OfOneProcess
 from seq1f1b.transport.workers import Worker

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seq1f1b.attention.unit import LiveUnit, current, enter
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.model_state import generator_states, is_compiled_whole, set_generator_states
 from seq1f1b.engine.options import Options, check_share
 from seq1f1b.engine.replicas import without_wrapper
-from seq1f1b.engine.stage import Feature, Pass, Received, Stage, StageStep
+from seq1f1b.engine.stage import Stage, StageStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []

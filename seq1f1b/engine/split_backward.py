@@ -27,11 +27,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from seq1f1b.attention.unit import LiveUnit, current
+from seq1f1b.engine.features import Feature, Pass, Received
 from seq1f1b.engine.gradients import REDUCED, dense
 from seq1f1b.engine.measure import storages_of
 from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import is_reduced
-from seq1f1b.engine.stage import Feature, Pass, Received, Stage, StageStep
+from seq1f1b.engine.stage import Stage, StageStep
 
 __all__: list[str] = []
 

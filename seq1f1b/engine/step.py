@@ -14,11 +14,12 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
+from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.loss import ToLoss
 from seq1f1b.engine.order import RankOrder
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import one_at_a_time
-from seq1f1b.engine.stage import FromStage, Pass, Received, Source, Stage, StageStep, ToStage
+from seq1f1b.engine.stage import FromStage, Source, Stage, StageStep, ToStage
 from seq1f1b.engine.vocabulary_step import EmbeddingStep, HeadStep, ToHead
 from seq1f1b.engine.weighting import Weighting
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.batch import StepRead
+from seq1f1b.engine.features import Pass, Received
 from seq1f1b.engine.pipeline import Pipeline
-from seq1f1b.engine.stage import Pass, Received, Source, StageStep, ToStage, detached
+from seq1f1b.engine.stage import Source, StageStep, ToStage, detached
 from seq1f1b.engine.vocabulary import Statistics, VocabularyParallelEmbedding, VocabularyParallelHead, VocabularyShard
 from seq1f1b.engine.weighting import Weighting
 
