@@ -286,7 +286,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-    _check_more(batch, heads, tokens, slopes, docs, sinks)
+    if slopes is not None or docs is not None or sinks is not None:
+        _check_more(batch, heads, tokens, slopes, docs, sinks)
 
 
 def _check_more(

@@ -320,6 +320,8 @@ class Leaves:
             self.pairs.append((tensor, leaf))
             return leaf
 
+        if isinstance(value, Tensor):
+            return leaf_of(value) if value.requires_grad else value
         return mapped(value, leaf_of) if any(tensor.requires_grad for tensor in tensors_of(value)) else value
 
     def propagate(self, factor: float = 1.0) -> None:
