@@ -499,7 +499,7 @@ class Stops(transformers.TrainerCallback):
 
 def collate_other_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     batch = collate(rows)
-    batch["labels"][:, 0] = dist.get_rank()
+    batch["labels"][:, 1] = dist.get_rank()
     return batch
 
 
