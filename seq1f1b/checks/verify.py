@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from seq1f1b.checks.verify_model import WholeModel
 from seq1f1b.checks.verify_runs import Pass, Session, WholeModelError, names_of, odd_kind, refuse
 from seq1f1b.engine.batch import StepArguments
+from seq1f1b.engine.engine import LoneEngine
 from seq1f1b.engine.findings import RANDOMNESS, STATE, WEIGHTING
-from seq1f1b.engine.lone import LoneEngine
 from seq1f1b.engine.options import Loss
 from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.engine.runner import Runner

@@ -15,9 +15,8 @@ from seq1f1b.above import above
 from seq1f1b.documents.rows import PlannedRows, rows_given
 from seq1f1b.engine.batch import StepArguments, merge
 from seq1f1b.engine.gradients import clip, share_overflow, total_norm
-from seq1f1b.engine.options import Limits, Loss, Memory, Options
+from seq1f1b.engine.options import Limits, Loss, Memory, Options, Rule
 from seq1f1b.engine.set_up import set_up
-from seq1f1b.engine.splitting import Rule
 from seq1f1b.engine.vocabulary import join_shards
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
@@ -372,8 +371,7 @@ class PipelineEngine(OfOneProcess):
         """
         if self._runner.tuner is None:
             raise RuntimeError('the engine has searched no order: its order was given; give schedule="tuned"')
-        found: TunedOrder = self._runner.tuner.found()
-        return found
+        return self._runner.tuner.found()  # type: ignore[no-any-return]
 
     @property
     def schedule(self) -> Schedule:
@@ -390,3 +388,13 @@ class PipelineEngine(OfOneProcess):
         self._leave.detach()
         self._runner.orders.clear()
         self._pipeline.close()
+
+
+class LoneEngine(PipelineEngine):
+    """Engine of a model's stage alone, to look at the stage or to time it."""
+
+    _needs_whole_model = False
+
+    def activations_of(self, stage: int) -> Any:
+        """Returns the bytes in graphs of the stage's units in the last step; None if the step did not count them."""
+        return self._runner.activations.get(stage)

@@ -58,7 +58,7 @@ class FileTier(Tier):
             warnings.warn(
                 f"Memory.offload={self._directory!r} lies in memory ({self._medium}): what moves there frees none",
                 RuntimeWarning,
-                stacklevel=7,  # where the engine is made
+                stacklevel=6,  # where the engine is made
             )
 
     def begin_step(self, most_loads: int) -> None:

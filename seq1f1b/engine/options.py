@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.engine.splitting import Rule, Sizes, TokenPart, check_rules, segment_sizes
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
 from seq1f1b.files import check_number, check_part, nearest_name
 from seq1f1b.flat import whole
@@ -25,8 +24,32 @@ from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]
 
+_partition = lru_cache(64)(partition_sequence)
+
 Builder: TypeAlias = "Callable[..., Schedule]"
 """Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
+
+Rule: TypeAlias = "str | Callable[[Segment], Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Argument of a callable rule: the tokens and the micro-batch of a unit on the rank.
+
+    The offset is the position of the first token, in a tree counted along the segment's path.
+    """
+
+    microbatch: int
+    segment: int
+    offset: int
+    length: int
+
+
+Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]] | None"
+"""Sizes of segments, as an engine is given them in ``segment_sizes``."""
+
+TokenPart: TypeAlias = tuple[int, int]
+"""(rank, size) among the ranks that each hold an equal part of every segment's tokens; (0, 1): all of them."""
 
 
 @dataclass(frozen=True)
@@ -187,14 +210,40 @@ class Options:
         """The rank's shard of the input embedding, if the vocabulary is spread over the ranks."""
         return shard_of(self.embedding, VocabularyParallelEmbedding)
 
-    def sizes_of(self, length: int) -> list[int]:
-        """Returns the segment sizes of a sequence of ``length`` tokens, one document."""
-        return segment_sizes(self.segment_sizes, length, self.num_segments, self.sequence_parallel[1], None)
+    def sizes_of(self, length: int, documents: tuple[int, ...] | None = None) -> list[int]:
+        """Returns the tokens of the segments of a sequence of ``length`` tokens.
 
-    @property
-    def device_transport(self) -> str | None:
-        """The transport between GPUs that the caller named, if any."""
-        return self.transport if TRANSPORTS[self.transport].between_gpus else None
+        Args:
+            documents: lengths of packed documents, for a ``ModelShape``; None: the sequence is one document.
+        Raises:
+            ValueError: the sequence is too short, or ``segment_sizes`` are for another length.
+        """
+        choice, num_segments, num_parts = self.segment_sizes, self.num_segments, self.sequence_parallel[1]
+        if length < num_segments:
+            raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {num_segments}")
+        if choice is None:
+            sizes = _partition(length, num_segments, strategy="even", multiple_of=num_parts)
+        elif isinstance(choice, ModelShape):
+            sizes = _partition(length, num_segments, model=choice, documents=documents, multiple_of=num_parts)
+        elif isinstance(choice, Mapping):
+            if length not in choice:
+                known = ", ".join(map(str, sorted(choice)))
+                raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
+            sizes = list(choice[length])
+        elif callable(choice):
+            sizes = list(choice(length))
+        else:
+            sizes = list(choice)
+            if sum(choice) != length:
+                raise ValueError(f"segment_sizes sum to {sum(choice)} tokens, the sequence has {length}")
+        for s, size in enumerate(sizes):
+            if size % num_parts:
+                raise ValueError(
+                    f"segment {s} has {size} tokens, which the {num_parts} ranks of sequence_parallel= do not divide: "
+                    f"pad the sequence of {length} tokens to a multiple of {num_parts}, and give segment_sizes of "
+                    f"partition_sequence(multiple_of={num_parts})"
+                )
+        return list(sizes)
 
 
 def _check_callable(name: str, value: object) -> None:
@@ -207,6 +256,28 @@ def check_share(share: Any, whose: str = "") -> float:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
     return float(share)
+
+
+def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = False) -> None:
+    """Raises unless every tensor keyword has a rule: a guess from sizes could be silently wrong.
+
+    Args:
+        is_split: each micro-batch is one segment, so a list of micro-batches needs no rule.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
+    for name, rule in rules.items():
+        if rule not in ("slice", "replicate") and not callable(rule):
+            raise ValueError(f"arg_rules[{name!r}] is {rule!r}; it must be 'slice', 'replicate' or a callable")
+    for microbatch in kwargs if isinstance(kwargs, list) else [kwargs or {}]:
+        if not isinstance(microbatch, Mapping):
+            raise TypeError(f"kwargs must be a dict, or a list of them, got {type(microbatch).__name__}")
+        for name, value in microbatch.items():
+            if isinstance(value, Tensor) and name not in rules and not (is_split and isinstance(kwargs, list)):
+                raise ValueError(
+                    f"keyword argument {name!r} is a tensor of shape {tuple(value.shape)} without a rule: say "
+                    f"arg_rules={{{name!r}: 'slice'}} (along batch and sequence), 'replicate' or a callable of the unit"
+                )
 
 
 def _check_sizes(sizes: Sizes, num_segments: int) -> None:
@@ -231,15 +302,6 @@ def _check_sizes(sizes: Sizes, num_segments: int) -> None:
             raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {num_segments}")
         for s, size in enumerate(sizes):
             whole(f"segment_sizes[{s}]", size, 1)
-
-
-def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the modules of a rank from an engine's argument ``stage``."""
-    modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
-    for module in modules:
-        if not callable(module):
-            raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
-    return modules
 
 
 TUNED = "tuned"
@@ -351,7 +413,7 @@ def agreement_of(
     else:
         shown = "a Schedule" if isinstance(source, Schedule) else "a callable"
     shown_device = "cuda" if device.type == "cuda" else 'cpu (which transport="shm" or "c10d" joins with GPUs)'
-    compares_devices = options.transport == "auto" or options.device_transport is not None
+    compares_devices = options.transport == "auto" or TRANSPORTS[options.transport].between_gpus
     return {name: (text, text) for name, text in found.items()} | {
         "schedule": (schedule.digest, f"{shown} (order {schedule.digest})"),
         "the device of the stages": (device.type if compares_devices else "", shown_device),

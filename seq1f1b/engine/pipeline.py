@@ -26,7 +26,7 @@ from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
-from seq1f1b.transport.edges import Edge, leave_place
+from seq1f1b.transport.edges import TRANSPORTS, Edge, leave_place
 from seq1f1b.transport.failure import has_been_told
 from seq1f1b.transport.group import OfOneProcess
 from seq1f1b.transport.values import sendable
@@ -108,14 +108,22 @@ class Pipeline(OfOneProcess):
             if (found := data_parallel(module)) is not None:
                 self.parallels[id(module)] = found
         self._gpu_part = gpu_part
-        self.tier = self._make_tier()
+        self.tier: Tier | None = None
+        if (offload := options.memory.offload) is where.HOST:
+            host_tier = gpu_part("host tier")
+            host_tier.check(device)
+            self.tier = host_tier(device, group)
+        elif offload is not None:
+            where.check("folder", f"Memory.offload={os.fspath(offload)!r}", device)
+            self.tier = FileTier(offload, group.group)
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()  # of the rank, once open
         self.device_edges: Any = None  # edges between GPUs
         self.gpu: Any = None  # the core's handle of the stages' GPU, once edges are open
-        self._device_transport = options.device_transport
-        if options.transport == "auto" and gpu_part("edges").serve(device, group):
-            self._device_transport = "auto"
+        # Whether messages of this pipeline go over edges between GPUs.
+        self.is_between_gpus: bool = TRANSPORTS[options.transport].between_gpus or (
+            options.transport == "auto" and gpu_part("edges").serve(device, group)
+        )
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
@@ -144,23 +152,6 @@ class Pipeline(OfOneProcess):
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
 
-    def _make_tier(self) -> Tier | None:
-        place = self.options.memory.offload
-        if place is None:
-            return None
-        if place is where.HOST:
-            host_tier: Any = self._gpu_part("host tier")
-            host_tier.check(self.device)
-            tier: Tier = host_tier(self.device, self.group)
-            return tier
-        where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
-        return FileTier(place, self.group.group)
-
-    @property
-    def is_between_gpus(self) -> bool:
-        """Returns whether messages of this pipeline go over edges between GPUs."""
-        return self._device_transport is not None
-
     def lower(self, schedule: Schedule) -> Any:
         """Returns an order as a program of the executor, for edges between GPUs or through host memory."""
         return schedule._lower_for(self.is_between_gpus, self.rank)
@@ -180,7 +171,7 @@ class Pipeline(OfOneProcess):
 
     def connect_gpus(self) -> None:
         """Chooses the transport of each edge between GPUs, once all ranks have called :meth:`connect`. Collective."""
-        self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
+        self.device_edges = self._gpu_part("edges")(self.options.transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self.gpu = self.device_edges.gpu
         self.edges = tuple(self._edge_reports())
@@ -188,11 +179,9 @@ class Pipeline(OfOneProcess):
     def _edge_reports(self) -> Iterator[EdgeReport]:
         chosen = {} if self.device_edges is None else self.device_edges.chosen
         for edge in self._ends:
-            peer, found = self.group.peer_of(edge), chosen.get(edge)
-            if found is None:
-                yield EdgeReport(edge.source, edge.destination, peer, self.group.transport_to(peer))
-            else:
-                yield EdgeReport(edge.source, edge.destination, peer, *found)
+            peer = self.group.peer_of(edge)
+            found = chosen[edge] if edge in chosen else (self.group.transport_to(peer),)
+            yield EdgeReport(edge.source, edge.destination, peer, *found)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
         """Makes the executor that runs a program over the open edges; ``fills``: W runs in waits."""

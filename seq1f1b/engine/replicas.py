@@ -255,6 +255,4 @@ def is_reduced(module: nn.Module) -> bool:
 
 def without_wrapper(module: nn.Module) -> nn.Module:
     """Returns the user's module: DDP wraps it in a module, FSDP2 does not."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    assert isinstance(inner, nn.Module)
-    return inner
+    return module.module if isinstance(module, DistributedDataParallel) else module

@@ -16,7 +16,7 @@ from seq1f1b import _C
 from seq1f1b.above import above
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
-from seq1f1b.engine.batch import Batch, StepArguments
+from seq1f1b.engine.batch import Batch, StepArguments, sequence_length
 from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
@@ -26,7 +26,6 @@ from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
 from seq1f1b.engine.split_backward import WeightGradients
-from seq1f1b.engine.splitting import sequence_length
 from seq1f1b.engine.stage import Feature, Stage
 from seq1f1b.engine.step import Step, StepRecord
 from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
@@ -150,7 +149,7 @@ class Runner:
     def settle(self, arguments: StepArguments) -> None:
         """Takes the tuner's setting for an evaluation, for callers that run units without :meth:`run`. Collective."""
         if self.tuner is not None:
-            self.setting = self._tuned(self.tuner, replace(arguments, training=False))
+            self._tune(replace(arguments, training=False))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +174,10 @@ class Runner:
                 raise told from error
         self.last_step = record = step.record(group.step, seconds)
         if step.batch.is_new:
-            self._keep(record)
+            self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
+            for index, own in record.figures.items():
+                self.activations |= {index: own["activations"]} if "activations" in own else {}
+                self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
         schedule = record.order.schedule
         self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error stays on this rank
@@ -201,22 +203,21 @@ class Runner:
             arguments = replace(arguments, rows=rows, trees=trees)
         if is_tuned := self.tuner is not None and arguments.rows is None:
             group.begin_step(training)  # messages between ranks may follow
-            self.setting = self._tuned(self.tuner, arguments)
+            self._tune(arguments)
         self._last_was_plain = False
         order = self.order(training, arguments.rows, arguments.trees, arguments.plan)
-        options = self.setting.options
-        batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
+        batch = Batch(replace(arguments, divides=self.divides), self.setting.options, pipeline)
         batch.check()
         if training and not self._known_shapes:
             # A first backward with given gradients imports this in 0.5 s and more. Here all ranks import it at once,
             # instead of one after the other.
             importlib.import_module("torch.fx.experimental.symbolic_shapes")
-        step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
+        step = Step(batch, order, self.stages, pipeline, self._known_shapes)
         around.callback(step.end)
         if batch.length:
             step.prepare(batch.length)
         else:  # the length may turn out to be new, and then a peer may compile for minutes
-            group.set_limits(options.limits.longest)
+            group.set_limits(batch.options.limits.longest)
         # 2. The ranks compare their arguments: in the first step, after a failure, and in steps of rows.
         if not is_tuned:
             group.begin_step(training)
@@ -249,16 +250,15 @@ class Runner:
             batch.gradients.end(factor)
         return step, losses, seconds
 
-    def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
+    def _tune(self, arguments: StepArguments) -> None:
         length = 0  # on ranks without inputs, or with inputs that are refused later
         with suppress(ValueError, TypeError, AttributeError, IndexError):
             if self.pipeline.has_first:
                 length = sequence_length(arguments.inputs, self.options.seq_dim)
         if arguments.training:
-            found: Setting = tuner.next(self.last_step if self._last_was_plain else None, length)
+            self.setting = self.tuner.next(self.last_step if self._last_was_plain else None, length)
         else:
-            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
-        return found
+            self.setting = self.tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
 
     def _meet(self, arguments: StepArguments, order: RankOrder) -> None:
         """Compares the arguments of all ranks in the first step, after a failure, and in and between steps of rows.
@@ -332,12 +332,6 @@ class Runner:
                 "Loss(weight=...)"
             )
         return float(last[1])
-
-    def _keep(self, record: StepRecord) -> None:
-        self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
-        for index, own in record.figures.items():
-            self.activations |= {index: own["activations"]} if "activations" in own else {}
-            self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
 
     def _check_clock(self) -> None:
         pipeline = self.pipeline

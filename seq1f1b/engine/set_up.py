@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from seq1f1b.engine.options import Options, agreement_of, check_launch, first_order, modules_of, order_of
+from seq1f1b.engine.options import Options, agreement_of, check_launch, first_order, order_of
 from seq1f1b.engine.order import plain_schedule
 from seq1f1b.engine.pipeline import Pipeline, check_places, places_of
 from seq1f1b.engine.runner import Runner
@@ -44,7 +44,10 @@ def set_up(
     try:
         counts = (given[name] for name in ("num_microbatches", "num_segments", "segment_sizes"))
         source, counted = order_of(schedule, *counts)
-        modules = modules_of(stage)
+        modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
+        for module in modules:
+            if not callable(module):
+                raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
         options = Options(**{**given, **counted})
         device = common_device(modules)
         check_launch(group)

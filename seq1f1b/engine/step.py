@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +15,12 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.engine.batch import Batch, StepRead, merge
 from seq1f1b.engine.loss import ToLoss
-from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import one_at_a_time
 from seq1f1b.engine.stage import FromStage, Pass, Received, Source, Stage, StageStep, ToStage
 from seq1f1b.engine.vocabulary_step import EmbeddingStep, HeadStep, ToHead
-from seq1f1b.engine.weighting import Weighting, combine, divide
+from seq1f1b.engine.weighting import Weighting
 
 __all__: list[str] = []
 
@@ -62,27 +61,22 @@ class Step:
         known_shapes: (training, tokens, k) of earlier steps.
     """
 
+    _weighting: Weighting  # set by prepare
+
     def __init__(
-        self,
-        batch: Batch,
-        order: RankOrder,
-        options: Options,
-        stages: dict[int, Stage],
-        pipeline: Pipeline,
-        known_shapes: Collection[tuple[bool, int, int]],
+        self, batch: Batch, order: RankOrder, stages: dict[int, Stage], pipeline: Pipeline, known_shapes: set[Any]
     ) -> None:
-        self.batch, self._order, self._options, self._stages = batch, order, options, stages
+        self.batch, self._order, self._stages = batch, order, stages
         self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
         self._head: HeadStep | None = None  # the rank's shard of the output layer, if spread
-        if options.head is not None:
-            self._head = HeadStep(options.head, pipeline, order.last_cells.get("T", -1), batch.training)
+        if (head := batch.options.head) is not None:
+            self._head = HeadStep(head, pipeline, order.last_cells.get("T", -1), batch.training)
         self._embedding: EmbeddingStep | None = None  # the rank's shard of the input embedding, if spread
-        if (shard := options.embedding_shard) is not None:
+        if (shard := batch.options.embedding_shard) is not None:
             self._embedding = EmbeddingStep(shard, pipeline, order.last_cells.get("G", -1), batch.training)
         self._autocast = torch.is_autocast_enabled(self._device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
-        self._weighting: Weighting | None = None
         self._stage_steps: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Any, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage: runs a piece of W
@@ -94,7 +88,6 @@ class Step:
         batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
         if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
             self.prepare(length)
-        assert self._weighting is not None
         self._weighting.weights = group.all_gather_object(self._weighting.weights)[self._pipeline.rank_of_stage[-1]]
 
     # -- the executor's ----------------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ class Step:
 
         On a rank without inputs, the executor calls ``prepare`` with the length from the first message.
         """
-        batch, options = self.batch, self._options
+        batch, options = self.batch, self.batch.options
         batch.split(length)
         batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
         self._pipeline.group.set_limits(options.limits.longest if batch.is_new else options.limits.step)
@@ -121,7 +114,7 @@ class Step:
             self._embedding.take(batch.inputs, batch.read)
         if self._head is not None and batch.targets is not None:
             self._head.check(batch.target, batch.read)
-        weighting = self._weighting = Weighting(batch, options, self._device)
+        weighting = self._weighting = Weighting(batch, self._device)
         for index, stage in self._stages.items():
             self._stage_steps[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
         if self._last is not None and batch.targets is not None:
@@ -145,7 +138,7 @@ class Step:
         elif stage_step.stage.is_last:
             sink = self._loss = ToLoss(stage_step, weighting)
         found = stage_step.connect(source, sink)
-        draws_again = "R" in self._order.schedule.kinds or self._options.memory.blocks is not None
+        draws_again = "R" in self._order.schedule.kinds or self.batch.options.memory.blocks is not None
         if draws_again and stage_step.stage.in_threads:  # which share torch's generators
             found |= {letter: one_at_a_time(found[letter]) for letter in "FBIWR" if letter in found}
         for shard in (self._head, self._embedding):
@@ -177,11 +170,10 @@ class Step:
         gradients' factor, and whether a stage of the rank has added auxiliary losses.
         """
         has_auxiliary = any(each.has_auxiliary for each in self._stage_steps.values())
-        loss, weighting = self._loss, self._weighting
+        loss = self._loss
         if loss is None or not loss.divides:
             return None if loss is None else loss.divides, 1.0, has_auxiliary
-        assert weighting is not None
-        return True, weighting.factor(self._last, self._divisors), has_auxiliary
+        return True, self._weighting.factor(self._last, self._divisors), has_auxiliary
 
     @cached_property
     def _divisors(self) -> dict[int, float]:
@@ -198,7 +190,7 @@ class Step:
 
     def tell_of_counts(self) -> None:
         """Warns of means over unlike numbers of targets, after the last unit, on the rank of the last stage."""
-        if self._weighting is not None and not (self._loss is not None and self._loss.divides):
+        if self._loss is None or not self._loss.divides:
             self._weighting.tell_of_counts(self._last)
 
     def end(self) -> None:
@@ -211,9 +203,9 @@ class Step:
         if self._last is None or self.batch.target is None:
             return []
         found = self._loss if self._head is None else self._head
-        assert found is not None and self._weighting is not None
+        assert found is not None
         if found.values:  # of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets
-            first, dim = next(iter(found.values.values())), self._options.seq_dim
+            first, dim = next(iter(found.values.values())), self.batch.seq_dim
             parts = []
             for cell, size in enumerate(chain.from_iterable(self.batch.rows)):
                 shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
@@ -221,8 +213,8 @@ class Step:
             each = iter(parts)
             return [torch.cat([next(each) for _ in row], dim) for row in self.batch.rows]
         if self._loss is not None and self._loss.divides:
-            return divide(self._loss.losses, self._divisors, self.batch.rows)
-        return combine(found.losses, self.batch.rows, self._weighting.scale)
+            return self._weighting.divided(self._loss.losses, self._divisors)
+        return self._weighting.combined(found.losses)
 
     def outputs(self) -> list[Any] | None:
         """Returns the outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
@@ -230,8 +222,7 @@ class Step:
             return None
         units = self._stage_steps[self._last.index].units
         outputs = iter([units[cell].output for cell in range(len(units))])
-        assert self._weighting is not None
-        return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
+        return [merge([next(outputs) for _ in row], self.batch.seq_dim) for row in self.batch.rows]
 
     def record(self, number: int, seconds: float) -> StepRecord:
         """Returns the record of the step, once it has ended; ``seconds`` of all units."""

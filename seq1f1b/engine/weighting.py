@@ -7,7 +7,7 @@ share enters as the seed of the backward, so the graph is that of the plain loss
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.documents.rows import Rows
-from seq1f1b.engine.batch import Batch, StepRead
-from seq1f1b.engine.options import Options
-from seq1f1b.engine.splitting import part_sizes, split_sequence
+from seq1f1b.engine.batch import Batch, part_sizes, split_sequence
 from seq1f1b.nested import tensors_of
 
 __all__: list[str] = []
@@ -37,7 +35,8 @@ class Weighting:
     seeds: Tensor  # by cell, with which backwards start, float64 on the device; for losses without a divisor
     sum_seed: float  # with which backwards start, for losses with a divisor; :meth:`factor` divides
 
-    def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        options = batch.options
         self.batch, self.rows, self.options, self._device = batch, batch.rows, options, device
         self.arguments = batch.arguments
         self._totals: list[float] = []  # targets of the micro-batches, if losses are means
@@ -71,7 +70,7 @@ class Weighting:
             self.shares = [float(num_parts)] * len(self.counts)
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
-            every = count_targets(self.batch.target, pieces, options.seq_dim, self._counter, self.batch.read)
+            every = self._count_targets(pieces)
             totals = self._totals = [sum(row) for row in every]
             for row, own in zip(every, totals, strict=True):
                 self.counts += row[rank::num_parts]
@@ -95,6 +94,42 @@ class Weighting:
         on_host = torch.tensor([seeds, self.shares], dtype=torch.float64, device="cpu")
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
+    def _count_targets(self, rows: Rows) -> list[list[float]]:
+        """Counts the targets of each [micro-batch][segment]: elements other than -100, or by the caller's count.
+
+        Args:
+            rows: tokens of each segment, or of each part of each segment, of every micro-batch.
+        """
+        count, dim, asked = self._counter, self.options.seq_dim, list[Any]()
+        for m, (target, sizes) in enumerate(zip(self.batch.target, rows, strict=True)):
+            first: Any = next(iter(tensors_of(target)), None)
+            if count is not None:
+                cut = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+                asked += map(count, cut)
+            elif first is None and len(sizes) > 1:
+                raise TypeError(
+                    f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that "
+                    "counts it"
+                )
+            elif first is None or first.is_floating_point():
+                asked += [1.0] if first is None else map(float, sizes)
+            else:
+                counted = [first != IGNORED] if len(sizes) == 1 else (first != IGNORED).split(list(sizes), dim)
+                asked.append(torch.stack([part.sum() for part in counted]))
+        found: list[list[float]] = []
+        self.batch.read.ask(asked, found.extend)
+        self.batch.read.read()
+        numbers = iter(found if count is not None else [[number] for several in found for number in several])
+        counts = [[next(numbers) for _ in sizes] for sizes in rows]
+        for m, segments in enumerate(counts):
+            for s, value in enumerate(segments):
+                if len(value) != 1 or not value[0] >= 0.0:
+                    text = ", ".join(map(str, value))
+                    raise ValueError(
+                        f"Loss.weight of micro-batch {m}, segment {s} is {text}, must be at least 0, and one number"
+                    )
+        return [[value for (value,) in segments] for segments in counts]
+
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
         """Returns the factor for gradients of sums, once all segments' divisors are known. Collective over replicas."""
         if self.arguments.loss_weight is not None:
@@ -110,6 +145,26 @@ class Weighting:
         if not total:
             last.findings.say("the divisors that loss_fn returned in this step are all 0: gradients stay as they were")
         return (divisor or 1.0) / total if total else 0.0
+
+    def divided(self, losses: dict[int, Tensor], divisors: Mapping[int, float]) -> list[Tensor]:
+        """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0."""
+        found, cells = [], iter(range(sum(map(len, self.rows))))
+        for row in self.rows:
+            own = list(islice(cells, len(row)))
+            total = torch.stack([losses[i].reshape(()) for i in own]).sum()
+            divisor = sum_divisors(divisors[i] for i in own)
+            found.append(total / divisor if divisor else torch.zeros_like(total))
+        return found
+
+    def combined(self, losses: dict[int, Tensor]) -> list[Tensor]:
+        """Joins losses of segments (by cell) to losses of the M micro-batches; zero without counted targets."""
+        counts = list(map(len, self.rows))
+        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=self.scale.device)
+        values = torch.stack([losses.get(i, zero).reshape(()) for i in range(sum(counts))])
+        values = values * self.scale.to(values.dtype)
+        if min(counts) == max(counts):
+            return list(values.view(len(counts), -1).sum(1).unbind())
+        return [part.sum() for part in torch.split(values, counts)]
 
     def tell_of_counts(self, last: Any) -> None:
         """Warns of means over unlike numbers of targets, for losses without a divisor."""
@@ -130,52 +185,6 @@ class Weighting:
             )
 
 
-def count_targets(
-    whole: Sequence[Any],
-    rows: Sequence[Sequence[int]],
-    dim: int,
-    count: Callable[[Any], float] | None,
-    read: StepRead,
-) -> list[list[float]]:
-    """Counts the targets of each [micro-batch][segment]: elements other than -100, or by ``count``.
-
-    Args:
-        whole: targets of the M micro-batches.
-        rows: tokens of each segment, or of each part of each segment, of every micro-batch.
-        dim: the sequence dimension of the targets.
-        count: counts one segment's target.
-        read: requests for device values, read here.
-    """
-    asked: list[Any] = []
-    for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
-        first: Any = next(iter(tensors_of(target)), None)
-        if count is not None:
-            cut = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
-            asked += map(count, cut)
-        elif first is None and len(sizes) > 1:
-            raise TypeError(
-                f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts it"
-            )
-        elif first is None or first.is_floating_point():
-            asked += [1.0] if first is None else map(float, sizes)
-        else:
-            counted = [first != IGNORED] if len(sizes) == 1 else (first != IGNORED).split(list(sizes), dim)
-            asked.append(torch.stack([part.sum() for part in counted]))
-    found: list[list[float]] = []
-    read.ask(asked, found.extend)
-    read.read()
-    numbers = iter(found if count is not None else [[number] for several in found for number in several])
-    counts = [[next(numbers) for _ in sizes] for sizes in rows]
-    for m, segments in enumerate(counts):
-        for s, value in enumerate(segments):
-            if len(value) != 1 or not value[0] >= 0.0:
-                text = ", ".join(map(str, value))
-                raise ValueError(
-                    f"Loss.weight of micro-batch {m}, segment {s} is {text}, must be at least 0, and one number"
-                )
-    return [[value for (value,) in segments] for segments in counts]
-
-
 def count_default(target: Any) -> float:
     """Returns the number of targets in any piece of a sequence: elements other than -100."""
     target = next(iter(tensors_of(target)), None)
@@ -190,31 +199,6 @@ def sum_divisors(divisors: Iterable[float]) -> float:
     if not 0.0 <= total < math.inf:
         raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")
     return total
-
-
-def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows) -> list[Tensor]:
-    """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0."""
-    found, cells = [], iter(range(sum(map(len, rows))))
-    for row in rows:
-        own = list(islice(cells, len(row)))
-        total, divisor = torch.stack([losses[i].reshape(()) for i in own]).sum(), sum_divisors(divisors[i] for i in own)
-        found.append(total / divisor if divisor else torch.zeros_like(total))
-    return found
-
-
-def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
-    """Joins losses of segments (by cell) to losses of the M micro-batches; zero without counted targets.
-
-    Args:
-        scale: by cell, the segment's share, on the device.
-    """
-    counts = list(map(len, rows))
-    zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
-    values = torch.stack([losses.get(i, zero).reshape(()) for i in range(sum(counts))])
-    scale = scale.to(values.dtype)
-    if min(counts) == max(counts):
-        return list((values * scale).view(len(counts), -1).sum(1).unbind())
-    return [part.sum() for part in torch.split(values * scale, counts)]
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.engine.lone import LoneEngine
+from seq1f1b.engine.engine import LoneEngine
 from seq1f1b.engine.options import Memory
 from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape, partition_sequence
