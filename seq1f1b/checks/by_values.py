@@ -26,9 +26,9 @@ from seq1f1b import _C
 from seq1f1b.attention.causal import inside_step
 from seq1f1b.attention.unit import LiveUnit, current, enter
 from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
-from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
 from seq1f1b.engine.replicas import without_wrapper
+from seq1f1b.engine.split_backward import is_plain
 from seq1f1b.engine.stage import Received, StageStep
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import step_on

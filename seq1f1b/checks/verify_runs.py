@@ -16,10 +16,10 @@ from seq1f1b import _C
 from seq1f1b.documents.rows import read_rows
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import Finding
-from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, has_changed, is_abstract, keep_state
 from seq1f1b.engine.replicas import without_hooks
 from seq1f1b.engine.runner import Runner
+from seq1f1b.engine.split_backward import is_plain
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import RankGroup

@@ -3,8 +3,13 @@
 In a training step layers compute outputs as always, and graphs lead to weights as always. If the order splits the
 backward, the I of an ``nn.Linear`` makes only the gradients of input and bias; the pair (input, output gradient) goes
 to the unit's tape, and W makes the weight's gradient from the pair. In B a layer adds to the weight's gradient without
-autograd, on devices with an op for the sum (``linear.py``). Autograd makes all remaining gradients at I or B: slower,
-never wrong. [Zero Bubble, arXiv:2401.10241]
+autograd, on devices with an op for the sum. Autograd makes all remaining gradients at I or B: slower, never wrong.
+[Zero Bubble, arXiv:2401.10241]
+
+Autograd makes a gradient of the weight's size in each unit, casts the gradient to the dtype in which gradients grow,
+and adds: three passes, two in float32 (``grad_dtype``). For an embedding of 128,000 words and hidden 4096 the gradient
+takes 1 GB in 16 bits, mostly zeros. Here one op multiplies and adds (``aten::addmm`` with a wider result, on CUDA
+alone), and an embedding's gradient gets only the rows of the unit's tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from seq1f1b.attention.unit import LiveUnit, current
-from seq1f1b.engine import linear
-from seq1f1b.engine.gradients import dense
+from seq1f1b.engine.gradients import REDUCED, dense
 from seq1f1b.engine.measure import storages_of
 from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import is_reduced
@@ -32,6 +36,8 @@ from seq1f1b.engine.stage import Feature, Pass, Received, Stage, StageStep
 __all__: list[str] = []
 
 _WIDEST = 8  # outputs per input: the output gradients of a wider layer, a head, would fill the memory until W
+_BLOCK = 1 << 18  # elements of a temporary product on the CPU, if gradients are wider: small enough for the cache
+_SPARSE = 4  # rows per token: a table with fewer rows is added whole
 
 
 class WeightGradients(Feature):
@@ -45,7 +51,7 @@ class WeightGradients(Feature):
     def __init__(self, stage: Stage, options: Any) -> None:
         self._layers: dict[nn.Module, Layer] = {}
         # DDP and FSDP wait for autograd to accumulate; a whole model, the reference of verify, runs in plain torch.
-        self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
+        self._may_add = not stage.wrappers and not stage.is_whole and are_one_call(stage.device)
         self.serves = "" if self._may_add else "W"
 
     def start(self, step: StageStep) -> bool:
@@ -178,7 +184,7 @@ class Layer:
         weight, bias = self.module.weight, getattr(self.module, "bias", None)
         return (
             type(weight) is not nn.Parameter
-            or not all(linear.is_plain(t) for t in (weight, input, bias) if t is not None)
+            or not all(is_plain(t) for t in (weight, input, bias) if t is not None)
             or not weight.requires_grad
             or not torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
@@ -213,7 +219,7 @@ class Use(NamedTuple):
         if self.tape is not None:
             self.tape.products.append((self, x, dy, [t._version for t in (self.weight, x, dy)]))
             part.left[key] = self.weight.numel()
-        elif linear.add_product(self.weight, x, dy):
+        elif add_product(self.weight, x, dy):
             part.added[key] = self.weight.numel()
         else:
             return False
@@ -241,7 +247,7 @@ class Tape:
                 f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
                 "W, which needs all three as they were"
             )
-        if use.layer.part.is_hooked(use.weight) or not linear.add_product(use.weight, x, dy):
+        if use.layer.part.is_hooked(use.weight) or not add_product(use.weight, x, dy):
             torch.autograd.backward([use.weight], [(dy.t() @ x).to(use.weight.dtype)])
         return bool(self.products)
 
@@ -295,10 +301,10 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), use, padding = ctx.saved_tensors, ctx.use, ctx.padding
-        if use.is_ours(ctx) and linear.add_rows(use.weight, ids, dy, padding):
+        if use.is_ours(ctx) and add_rows(use.weight, ids, dy, padding):
             use.layer.part.added[id(use.weight)] = use.weight.numel()
             return None, None, None, None
-        return linear.dense_rows(dy, ids, len(use.weight), padding), None, None, None
+        return dense_rows(dy, ids, len(use.weight), padding), None, None, None
 
 
 def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -345,3 +351,85 @@ def _is_own(module: nn.Module) -> bool:
     if type(module) is nn.Embedding and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
         return True  # its gradient is not the sum over tokens
     return "forward" in module.__dict__ or "weight" not in module._parameters
+
+
+# -- sums in one pass --------------------------------------------------------------------------------------------------
+
+
+def is_plain(tensor: Any) -> bool:
+    """Returns whether a tensor is strided, real and of torch's own type, as products and sums of rows here need."""
+    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_strided and not (tensor.is_complex() or tensor.is_nested)
+
+
+def are_one_call(device: torch.device) -> bool:
+    """Returns whether torch on this device adds products of 16-bit operands, bfloat16 too, to float32 in one call."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
+    """Adds ``dy.t() @ x`` to the weight's gradient; returns False, and adds nothing, if only autograd can.
+
+    Args:
+        x: (tokens, inputs).
+        dy: (tokens, outputs).
+    """
+    if weight.grad is None and (weight.grad_dtype or weight.dtype) == dy.dtype:
+        weight.grad = dy.t() @ x
+        return True
+    gradient = _gradient_of(weight)
+    if gradient is None:
+        return False
+    dtype = gradient.dtype
+    if dtype == dy.dtype:
+        gradient.addmm_(dy.t(), x)
+    elif dtype == torch.float32 and dy.dtype in REDUCED and len(x) and are_one_call(dy.device):
+        torch.ops.aten.addmm.dtype_out(gradient, dy.t(), x, dtype, out=gradient)
+        torch.autograd.graph.increment_version(gradient)  # the op does not, and `StepGradients.added` needs it
+    else:
+        rows = max(1, _BLOCK // max(1, x.shape[1])) if dy.device.type == "cpu" else dy.shape[1]
+        for i in range(0, dy.shape[1], rows):
+            gradient[i : i + rows].add_(dy[:, i : i + rows].t() @ x)
+    return True
+
+
+def dense_rows(dy: Tensor, ids: Tensor, num_rows: int, padding: int) -> Tensor:
+    """Returns the gradient of the whole table, in dy's dtype."""
+    gradient: Tensor = torch.ops.aten.embedding_dense_backward.default(dy, ids, num_rows, padding, False)
+    return gradient
+
+
+def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> bool:
+    """Adds ``dy`` to rows of an embedding's gradient; returns False, and adds nothing, if only autograd can.
+
+    Rows of equal tokens are summed first, in an order that depends on the tokens alone, so equal inputs give equal
+    bits.
+
+    Args:
+        ids: of any shape.
+        dy: (*ids' shape, hidden).
+        padding: the row without gradient; -1: none.
+    """
+    num_rows, gradient = len(weight), _gradient_of(weight) if ids.numel() else None
+    if gradient is None:
+        return False
+    if ids.numel() * _SPARSE > num_rows or torch.are_deterministic_algorithms_enabled():
+        gradient.add_(dense_rows(dy, ids, num_rows, padding))
+        return True
+    ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    in_order = ids.sort().values
+    numbers = torch.searchsorted(in_order, ids)  # first position of each token's id in the sorted ids
+    if padding >= 0:
+        numbers = numbers.masked_fill(ids == padding, len(ids))
+    # One row more than tokens, for the padding's gradient. Float32, so that partial sums are not rounded.
+    sums = dense_rows(dy.to(torch.promote_types(dy.dtype, torch.float32)), numbers, len(ids) + 1, len(ids))
+    # `sums` is zero where an id comes again: counting distinct ids would wait for the device.
+    gradient.index_add_(0, in_order, sums[:-1].to(gradient.dtype))
+    return True
+
+
+def _gradient_of(weight: nn.Parameter) -> Tensor | None:
+    """Returns the weight's gradient, new zeros if absent; None if only autograd can add to the gradient."""
+    if weight.grad is None:
+        weight.grad = torch.zeros(weight.shape, dtype=weight.grad_dtype or weight.dtype, device=weight.device)
+    return weight.grad if is_plain(weight.grad) else None

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from wide_products import wide_products
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
-from seq1f1b.engine import linear
+from seq1f1b.engine import split_backward
 from seq1f1b.testing import run_ranks
 
 SPLIT = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 W1.1 W1.0")
@@ -238,7 +238,7 @@ def test_gradients_of_16_bit_products(monkeypatch, make, kind, num_calls, option
     if route != "one call" and options.get("num_segments"):
         options = options | {"schedule": Schedule.from_text("F0.0 I0.0 F1.0 W0.0 I1.0 W1.0")}
     if route == "W":
-        monkeypatch.setattr(linear, "_BLOCK", 1)
+        monkeypatch.setattr(split_backward, "_BLOCK", 1)
     calls = None if route == "W" else []
     with torch.autocast("cpu", torch.bfloat16) if kind == torch.float32 else nullcontext():
         compare(make().to(kind), route, calls, **options)
@@ -558,14 +558,14 @@ def test_a_step_that_fails_leaves_no_graph():
 
 
 def test_products_are_dropped_as_they_are_done(monkeypatch):
-    seen, add = [], linear.add_product
+    seen, add = [], split_backward.add_product
 
     def watched(weight, x, dy):
         assert all(ref() is None for ref in seen[:-1])
         seen.append(weakref.ref(dy))
         return add(weight, x, dy)
 
-    monkeypatch.setattr(linear, "add_product", watched)
+    monkeypatch.setattr(split_backward, "add_product", watched)
     step(mlp(), schedule=SPLIT)
     assert len(seen) == 2 * UNITS
 

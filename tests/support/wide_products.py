@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.engine import linear
+from seq1f1b.engine import split_backward
 
 Shape = tuple[int, int, int]
 """Tokens, inputs and outputs of a product."""
@@ -35,7 +35,7 @@ def wide_products() -> Iterator[list[Shape]]:
     library.impl("addmm.dtype_out", addmm, "CPU")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(linear, "are_one_call", lambda device: True)
+            patch.setattr(split_backward, "are_one_call", lambda device: True)
             yield calls
     finally:
         library._destroy()
@@ -45,5 +45,5 @@ def wide_products() -> Iterator[list[Shape]]:
 def autograds_sums() -> Iterator[None]:
     """Within, autograd makes and adds every gradient, as on a device without the op."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "are_one_call", lambda device: False)
+        patch.setattr(split_backward, "are_one_call", lambda device: False)
         yield
