@@ -18,8 +18,7 @@ from torch import nn
 
 from seq1f1b import _C, where
 from seq1f1b.above import above
-from seq1f1b.engine.file_tier import FileTier
-from seq1f1b.engine.offload import Tier
+from seq1f1b.engine.offload import FileTier, Tier
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.replicas import check_parts, data_parallel, without_wrapper
 from seq1f1b.engine.ties import TiedParameters

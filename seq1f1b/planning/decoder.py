@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import seq1f1b.attention.causal as ops
 from seq1f1b import where
-from seq1f1b.engine.file_tier import FileTier
+from seq1f1b.engine.offload import FileTier
 from seq1f1b.flat import whole
 from seq1f1b.launcher import launch
 from seq1f1b.partition import ModelShape, has_equal_layers

@@ -26,8 +26,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, Schedule, build_schedule
-from seq1f1b.engine.file_tier import FileTier
-from seq1f1b.engine.offload import BLOCK, MovedTensors, SavedTensor, _holders
+from seq1f1b.engine.offload import BLOCK, FileTier, MovedTensors, SavedTensor, _holders
 from seq1f1b.testing import run_ranks
 
 # Storages of some kilobytes each: so they move.
@@ -532,7 +531,7 @@ def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
     """It has no thread of the tier's that it could wait for."""
     code = (
         "import os, sys\n"
-        "from seq1f1b.engine.file_tier import FileTier\n"
+        "from seq1f1b.engine.offload import FileTier\n"
         "tier = FileTier(sys.argv[1], None)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
