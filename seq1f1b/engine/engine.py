@@ -16,7 +16,7 @@ from seq1f1b.documents.rows import PlannedRows, rows_given
 from seq1f1b.engine.batch import StepArguments, merge
 from seq1f1b.engine.gradients import clip, share_overflow, total_norm
 from seq1f1b.engine.options import Limits, Loss, Memory, Options, Rule
-from seq1f1b.engine.set_up import set_up
+from seq1f1b.engine.runner import set_up
 from seq1f1b.engine.vocabulary import join_shards
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
