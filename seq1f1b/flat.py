@@ -137,10 +137,12 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     """Returns tables of bytes, one after another: each holding, messages, and statistics of the vocabulary."""
-    given = {name: getattr(memory, name) for name, _, _ in _C.HOLDINGS}
-    if given["kept_activations"] is None:
-        given["kept_activations"] = given["activations"]
-    tables = [flat(order, name, per, given[name], "q") for name, per, _ in _C.HOLDINGS]
+    nothing = {per: flat(order, "nothing", per, 0, "q") for per in {per for _, per, _ in _C.HOLDINGS}}
+    tables = []
+    for name, per, _ in _C.HOLDINGS:
+        held = getattr(memory, name)
+        held = memory.activations if held is None else held  # W reads all of them
+        tables.append(nothing[per] if isinstance(held, int) and held == 0 else flat(order, name, per, held, "q"))
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[0] = array("q", bytes(8 * len(kept)))

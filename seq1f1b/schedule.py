@@ -486,11 +486,11 @@ class Schedule:
             bool(optimizer_sync),
             critical,
         )
-        if self._peak is None:  # does not depend on costs and bytes
-            self._peak = tuple(row[0] for row in self._peaks(StepMemory(), Links()))
-        rows = [array("d") for _ in 3 * counts]
-        for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
-            row.frombytes(times[begin:end].cast("B"))  # copies bytes: quicker than number by number
+        held = None if memory is None else self.peak_memory(memory, costs)
+        if self._peak is None:
+            self._peaks(StepMemory(), Links())
+        bounds = pairwise(accumulate(3 * counts, initial=0))
+        rows = [array("d", times[begin:end].tobytes()) for begin, end in bounds]  # quicker than number by number
         start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
         return Simulation(
             makespan=makespan,
@@ -498,8 +498,8 @@ class Schedule:
             busy=tuple(busy),
             wait=tuple(wait),
             bubble=tuple(makespan - seconds for seconds in busy),
-            peak=self._peak,
-            memory=None if memory is None else self.peak_memory(memory, costs),
+            peak=self._peak or (),
+            memory=held,
             given=memory,
             period=period if steps > 1 else None,
             slack=tuple(map(tuple, slack)) if critical else None,
@@ -534,8 +534,9 @@ class Schedule:
     def _peaks(self, memory: StepMemory, links: Links) -> list[list[int]]:
         """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
         found = _C.program_memory(self._lower(), held_bytes(self, memory, links)).cast("B")
-        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3))
-        return rows.tolist()  # type: ignore[no-any-return]
+        rows: list[list[int]] = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3)).tolist()
+        self._peak = tuple(row[0] for row in rows)  # does not depend on costs and bytes
+        return rows
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Returns the most tokens in live units of each rank at once.
