@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
@@ -65,7 +66,7 @@ class LayerKind(NamedTuple):
     other: int = 0
 
 
-class Layer(NamedTuple):
+class Layer(SimpleNamespace):
     """Sizes of a layer, per token except for weights.
 
     Attributes:
@@ -74,26 +75,6 @@ class Layer(NamedTuple):
         expert: inner width of one of the ``experts``.
         Other fields are those of :class:`LayerKind`.
     """
-
-    heads: int
-    queries: int
-    values: int
-    keys: int
-    window: int
-    ffn: int
-    expert: int
-    experts: int
-    experts_per_token: int
-    shared: int
-    mixer: int
-    inner: int
-    outer: int
-    kept: int
-    scan: int
-    state: int
-    tail: int
-    norms: int
-    other: int
 
 
 class ModelShape(NamedTuple):
@@ -153,7 +134,7 @@ def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
         usual |= {"outer": values, "kept": queries + values}
         found = usual | own | {"queries": queries, "values": values, "keys": keys, "expert": own["ffn"]}
         found["ffn"] = own["ffn"] * own["experts_per_token"] + kind.shared
-        layers.append(Layer(**{name: found[name] for name in Layer._fields}))
+        layers.append(Layer(**found))
     return layers, [pattern[i % len(pattern)] for i in range(model.layers)]
 
 

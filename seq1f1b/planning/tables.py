@@ -168,7 +168,7 @@ class ByParts:
             each = each + 2 * numbers * hw.element_bytes * tokens / hw.bandwidth
         return PassSeconds(forward + each, back + each, each, back + each + each, forward + each)
 
-    def _adapted(self, layer: Layer) -> int:
+    def _adapted(self, layer: Layer) -> Any:
         """Returns how many numbers of a token the matrices with adapters read and write: all but those of experts."""
         h, ffn = self.model.hidden, layer.ffn if layer.experts == 1 else layer.shared
         of_mixer = (4 if layer.heads else 2) * h + layer.inner + layer.outer
@@ -268,7 +268,7 @@ class ByParts:
         h, e = self.model.hidden, self.hardware.element_bytes
         if inside == "full":
             return e * h
-        saved = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
+        saved: float = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
         if inside == "none":
             saved += e * (2 + self._has_w) * layer.ffn
         if layer.experts > 1:
