@@ -165,16 +165,8 @@ class CostModel:
         return latencies, rates, sum(sends) / len(sends) if sends else 0.0
 
     def optimizer_seconds(self) -> list[float]:
-        """Returns the seconds of each stage after the pipeline's part of a step; the stages of a rank add up.
-
-        The seconds are the exposed part of the gradients' reduction, and the optimizer.
-        """
-        hw, d = self.hardware, self.layout.data
-        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
-        rate = hw.link(d * self.parts.devices * self.num_ranks)
-        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
-        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * parameters for parameters in self.parts.trained_parameters]
+        """Returns the seconds of each stage after the pipeline's part of a step; the stages of a rank add up."""
+        return self.parts.optimizer_seconds
 
 
 class PackedRow(NamedTuple):
@@ -275,7 +267,8 @@ class Price:
     @cached_property
     def _span(self) -> Span:
         """Arrays with an entry for each unit."""
-        return arrays_of([row.spans_in(self.cost.parts.windows) for row in self.rows])
+        spans = [row.spans_in(self.cost.parts.windows) for row in self.rows]
+        return spans[0] if len(spans) == 1 else arrays_of(spans)
 
     @cached_property
     def seconds(self) -> Any:
@@ -295,7 +288,7 @@ class Price:
     @cached_property
     def _held(self) -> tuple[Any, Any, Any]:
         """Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W."""
-        saved, kept, added = map(_whole_bytes, self.cost.parts.held(self._span.tokens))
+        saved, kept, added = _whole_bytes(self.cost.parts.held(self._span.tokens))
         if self.cost.layout.copies_prefix:  # the last copy has all keys
             saved[:, -1] += _whole_bytes(self.cost.parts.cached(self.cost.seq_len)[0])
         return saved, kept, added
@@ -374,7 +367,7 @@ class Price:
         saved, kept, added = self._held
         found: dict[str, Any] = {"staying": np.outer(counts, self.message_bytes)}
         if parts.spreads and self._is_alike:
-            found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
+            found["shard_logits"] = _whole_bytes(parts.logits(np.array(self.sizes)) / self.cost.num_ranks)
         if self._releases:
             found["kv_rows"], found["kv_gradient_rows"] = map(_whole_bytes, parts.cached(np.array(self.sizes, float)))
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
@@ -423,7 +416,7 @@ class Price:
         rows = np.minimum(live, peaks.kv)
         gradient_rows = np.minimum(live - rows, peaks.kv_gradients)
         reserve = hw.allocator_reserve * (total + kv + gradients + work) + hw.context_bytes
-        kv, gradients, work, reserve = map(_whole_bytes, (kv, gradients, work, reserve))
+        kv, gradients, work, reserve = _whole_bytes([kv, gradients, work, reserve])
         reserve += self._pool_bytes(schedule, memory.activations)
         fields = live - rows - gradient_rows, kv + rows, gradients + gradient_rows, receive, work, reserve
         static = map(math.ceil, _state_bytes(cost, stages_of))
@@ -441,7 +434,7 @@ class Price:
             tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
         of_slots = np.array(self.cost.parts.cached(np.array(tokens, float)))  # [2, stage, rank]
         for stages in zip(*stages_of, strict=True):  # one stage of each rank
-            counted = [int(stage in stages) for stage in range(schedule.num_stages)]
+            counted: Any = np.array([int(stage in stages) for stage in range(schedule.num_stages)])
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             found += np.array([slots.kv, slots.kv_gradients]) * of_slots[:, list(stages), list(range(P))]
         return found

@@ -212,6 +212,16 @@ class ByParts:
         unit = 0.0 * self.first + 0.0 * span.tokens
         return {name: each / self.num_ranks + self.hardware.unit_overhead + unit for name, each in whole.items()}
 
+    @cached_property
+    def optimizer_seconds(self) -> list[float]:
+        """Seconds of each stage for the exposed part of the gradients' reduction, and for the optimizer."""
+        hw, d = self.hardware, self.layout.data
+        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
+        rate = hw.link(d * self.devices * self.num_ranks)
+        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
+        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
+        return [of_parameter * parameters for parameters in self.trained_parameters]
+
     # -- bytes
 
     def held(self, tokens: Any) -> tuple[Any, Any, Any]:
@@ -237,7 +247,7 @@ class ByParts:
         keys, gradients = (reduce(operator.add, each) for each in zip(*sizes, strict=True))
         return keys, gradients
 
-    def logits(self, tokens: int) -> float:
+    def logits(self, tokens: Any) -> Any:
         """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
         words = self.model.vocab / self.devices
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
