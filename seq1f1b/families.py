@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -18,7 +18,7 @@ from seq1f1b.unit import Unit
 if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
 
-__all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "schedules"]
+__all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "families_named", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,15 @@ def schedules() -> tuple[str, ...]:
     return tuple(family.name for family in families())
 
 
+def families_named(names: Collection[str]) -> list[Family]:
+    """Returns the families with the given names."""
+    known = {family.name: family for family in families()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    return [known[name] for name in names]
+
+
 def build_schedule(
     name: str,
     *,
@@ -192,14 +201,13 @@ def build_schedule(
     """
     from seq1f1b.schedule import Schedule  # which names this function, too
 
-    if name not in schedules():
-        raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
+    [family] = families_named([name])
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    [family] = (family for family in families() if family.name == name)
     schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule._times = _times_of_options(schedule, options)
-    schedule = schedule.replace(prefetch=prefetch, weights=weights)
+    if prefetch is not None or weights != "planned":
+        schedule = schedule.replace(prefetch=prefetch, weights=weights)
     schedule = schedule if recompute == "none" else schedule.recompute(recompute)
     return schedule if offload_units == "none" else schedule.offload(offload_units)
 

@@ -78,7 +78,8 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     cells = k if rows is None else sum(rows)
     if not hasattr(given, "__len__"):
         counts = {_C.PER_CELL: S * cells, _C.PER_SEGMENT: cells, _C.PER_PAIR: S - 1, _C.PER_STAGE: S}
-        return numbers(name, code, [given]) * counts.get(per, order.num_ranks)
+        one = array(code, [0]) if given == 0 else numbers(name, code, [given])
+        return one * counts.get(per, order.num_ranks)
     columns: list[Any] = [k] if rows is None else [len(rows), tuple(rows)]
     forms = {_C.PER_RANK: [order.num_ranks], _C.PER_STAGE: [S], _C.PER_PAIR: [S - 1], _C.PER_CELL: [S, *columns]}
     lengths: list[Any] = forms.get(per, columns)
@@ -125,10 +126,16 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     """Returns tables of bytes, one after another: each holding, messages, and statistics of the vocabulary."""
-    given = {name: getattr(memory, name) for name, _, _ in _C.HOLDINGS}
-    if given["kept_activations"] is None:
-        given["kept_activations"] = given["activations"]
-    tables = [flat(order, name, per, given[name], "q") for name, per, _ in _C.HOLDINGS]
+    cells = order.num_segments if order.rows is None else sum(order.rows)
+    counts = {_C.PER_CELL: order.num_stages * cells, _C.PER_STAGE: order.num_stages, _C.PER_SEGMENT: cells}
+    given = [(name, per, getattr(memory, name)) for name, per, _ in _C.HOLDINGS]
+    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in _MESSAGES]
+    tables = []
+    for name, per, held in given:
+        if isinstance(held, int) and held == 0:  # quickly, for the usual case
+            tables.append(array("q", bytes(8 * counts[per])))
+        else:
+            tables.append(flat(order, name, per, memory.activations if held is None else held, "q"))
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[0] = array("q", bytes(8 * len(kept)))
@@ -137,13 +144,15 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
-    return sum(tables, array("q")) + message_bytes(order, links)
+    return sum(tables, array("q"))
+
+
+_MESSAGES = ("message_bytes", "statistics_bytes")
 
 
 def message_bytes(order: Schedule, links: Links) -> array[int]:
     """Returns tables of the bytes of messages, and of statistics of the vocabulary, one after another."""
-    names = ("message_bytes", "statistics_bytes")
-    return sum((flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q") for name in names), array("q"))
+    return sum((flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q") for name in _MESSAGES), array("q"))
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
@@ -65,7 +66,7 @@ class LayerKind(NamedTuple):
     other: int = 0
 
 
-class Layer(NamedTuple):
+class Layer(SimpleNamespace):
     """Sizes of a layer, per token except for weights.
 
     Attributes:
@@ -74,26 +75,6 @@ class Layer(NamedTuple):
         expert: inner width of one of the ``experts``.
         Other fields are those of :class:`LayerKind`.
     """
-
-    heads: int
-    queries: int
-    values: int
-    keys: int
-    window: int
-    ffn: int
-    expert: int
-    experts: int
-    experts_per_token: int
-    shared: int
-    mixer: int
-    inner: int
-    outer: int
-    kept: int
-    scan: int
-    state: int
-    tail: int
-    norms: int
-    other: int
 
 
 class ModelShape(NamedTuple):
@@ -143,37 +124,23 @@ def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
     """Returns the kinds of the model's layers, and the kind of each layer."""
     if model.layers > MOST_LAYERS:
         raise ValueError(f"model layers is {model.layers}, must be at most {MOST_LAYERS}")
-    kinds, pattern = model.kinds or (LayerKind(),), model.pattern or (0,)
-    return [_layer(model, kind) for kind in kinds], [pattern[i % len(pattern)] for i in range(model.layers)]
+    layers, pattern = list[Layer](), model.pattern or (0,)
+    for kind in model.kinds or (LayerKind(),):
+        own = model._asdict() | {name: value for name, value in kind._asdict().items() if value is not None}
+        heads, size = own["heads"], own["head_dim"] or model.hidden // model.heads
+        of_values = own.get("value_dim", size)
+        queries, values, keys = heads * size, heads * of_values, own["kv_heads"] * (size + of_values) if heads else 0
+        usual = {"mixer": model.hidden * (queries + keys + values), "inner": queries + keys}
+        usual |= {"outer": values, "kept": queries + values}
+        found = usual | own | {"queries": queries, "values": values, "keys": keys, "expert": own["ffn"]}
+        found["ffn"] = own["ffn"] * own["experts_per_token"] + kind.shared
+        layers.append(Layer(**found))
+    return layers, [pattern[i % len(pattern)] for i in range(model.layers)]
 
 
 def has_equal_layers(model: ModelShape) -> bool:
     """Returns whether the shape's own fields describe all layers, but for parameters outside of products."""
     return len(model.kinds) < 2 and all(kind._replace(other=0) == LayerKind() for kind in model.kinds)
-
-
-def _layer(model: ModelShape, kind: LayerKind) -> Layer:
-    own = {name: value for name, value in kind._asdict().items() if value is not None}
-    heads, kv_heads = own.get("heads", model.heads), own.get("kv_heads", model.kv_heads)
-    size = own.get("head_dim", model.head_dim) or model.hidden // model.heads
-    of_values = own.get("value_dim", size)
-    queries, values, keys = heads * size, heads * of_values, kv_heads * (size + of_values) if heads else 0
-    ffn, visited = own.get("ffn", model.ffn), own.get("experts_per_token", model.experts_per_token)
-    return Layer(
-        heads=heads,
-        queries=queries,
-        values=values,
-        keys=keys,
-        ffn=ffn * visited + kind.shared,
-        expert=ffn,
-        experts=own.get("experts", model.experts),
-        experts_per_token=visited,
-        mixer=own.get("mixer", model.hidden * (queries + keys + values)),
-        inner=own.get("inner", queries + keys),
-        outer=own.get("outer", values),
-        kept=own.get("kept", queries + values),
-        **{name: getattr(kind, name) for name in ("window", "shared", "scan", "state", "tail", "norms", "other")},
-    )
 
 
 def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequence[int]) -> Any:
@@ -189,24 +156,6 @@ def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequenc
     return products * span.tokens + sum(2.0 * w * pairs for w, pairs in zip(widths.values(), span.within, strict=True))
 
 
-def _check_kinds(model: ModelShape) -> None:
-    count = max(1, len(model.kinds))
-    if (count > 1 and not model.pattern) or not all(0 <= number < count for number in model.pattern):
-        raise ValueError(
-            f"model pattern is {list(model.pattern)[:20]}, must be numbers of kinds, 0..{count - 1}, layer after layer"
-        )
-    for number, kind in enumerate(model.kinds):
-        for name, value in kind._asdict().items():
-            whole(f"model kinds[{number}] {name}", 0 if value is None else value, 0)
-        given = {name: value for name, value in kind._asdict().items() if name in model._fields and value is not None}
-        if not given.get("heads", 1):
-            del given["heads"]
-        try:
-            _flops_of(model._replace(**given, kinds=(), pattern=()))
-        except ValueError as error:
-            raise ValueError(f"model kinds[{number}]: {error}") from None
-
-
 def _flops_of(model: ModelShape) -> tuple[float, float]:
     """Returns a and b: if all layers are alike, a forward over t tokens takes a t + b t (t + 1) operations.
 
@@ -219,8 +168,20 @@ def _flops_of(model: ModelShape) -> tuple[float, float]:
         raise ValueError(
             f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"
         )
-    if model.kinds or model.pattern:
-        _check_kinds(model)
+    count = max(1, len(model.kinds))
+    if (count > 1 and not model.pattern) or not all(0 <= number < count for number in model.pattern):
+        raise ValueError(
+            f"model pattern is {list(model.pattern)[:20]}, must be numbers of kinds, 0..{count - 1}, layer after layer"
+        )
+    for number, kind in enumerate(model.kinds):
+        given = {name: value for name, value in kind._asdict().items() if value is not None}
+        for name, value in given.items():
+            whole(f"model kinds[{number}] {name}", value, 0)
+        own = {name: value for name, value in given.items() if name in model._fields and (name != "heads" or value)}
+        try:
+            _flops_of(model._replace(**own, kinds=(), pattern=()))
+        except ValueError as error:
+            raise ValueError(f"model kinds[{number}]: {error}") from None
     for name in ("hidden", "layers", "heads", "kv_heads"):
         whole(f"model {name}", getattr(model, name), 1)
     ffn = whole("model ffn", model.ffn * model.experts_per_token, 0)
@@ -302,37 +263,29 @@ def partition_sequence(
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
     if isinstance(model, ModelShape) and model.kinds:
-        costs = _piece_flops(model, seq_len, documents or (seq_len,))
+        model.flops(0, 1)  # raises unless the shape is sound
+        rows = numbers("documents", "q", documents or (seq_len,))
+        _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
+        pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(rows) // seq_len
+        bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
+        found = _flops_of_kinds(model, rows, [*bounds, count * seq_len])
+        costs = list(map(float, found.reshape(count, pieces).sum(axis=0)))
     elif model is not None:
         of_rows = None if documents is None else numbers("documents", "q", documents)
         return _C.partition(seq_len, num_segments, *_flops_of(model), of_rows, None, mix, multiple_of)
-    pieces = None if costs is None else numbers("costs", "d", costs)
-    return _C.partition(seq_len, num_segments, 1.0, 0.0, None, pieces, 0.0 if costs is None else mix, multiple_of)
-
-
-def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
-    model.flops(0, 1)  # raises unless the shape is sound
-    rows = numbers("documents", "q", documents)
-    _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
-    pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
-    bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
-    found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])
-    return list(map(float, found.reshape(count, pieces).sum(axis=0)))
+    of_pieces = None if costs is None else numbers("costs", "d", costs)
+    return _C.partition(seq_len, num_segments, 1.0, 0.0, None, of_pieces, 0.0 if costs is None else mix, multiple_of)
 
 
 def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
     """Raises ``ValueError``, naming the segment or the sum, unless ``sizes`` are at least 1 and sum to ``seq_len``."""
     if not sizes:
         raise ValueError("there are 0 segment sizes, must be at least 1")
-    left = seq_len
     for i, size in enumerate(numbers("sizes", "q", sizes)):
         if size < 1:
             raise ValueError(f"segment {i} has {size} tokens, must have at least 1")
-        left -= size
-        if left < 0:
-            raise ValueError(f"segments 0..{i} hold more than the {seq_len} tokens of the sequence")
-    if left > 0:
-        raise ValueError(f"segment sizes sum to {seq_len - left}, the sequence has {seq_len} tokens")
+    if sum(sizes) != seq_len:
+        raise ValueError(f"segment sizes sum to {sum(sizes)}, the sequence has {seq_len} tokens")
 
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:

@@ -88,7 +88,6 @@ class Schedule:
         trees = tuple(tuple(islice(each, k)) for k in rows)
         self.parents: tuple[tuple[int, ...], ...] | None = trees if parents else None
         self._units: dict[int, tuple[Unit, ...]] = {}
-        self._lowered: Any = None  # the lowered program, for all simulations
         self._peak: tuple[int, ...] | None = None  # most live units of each rank
 
     @classmethod
@@ -124,16 +123,16 @@ class Schedule:
                 ``weights`` is unknown.
         """
         other = self._from_handle(self.handle, like=self)
-        other._lowered = self._lowered
         if prefetch is not ...:
             other.prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, MOST)
-            other._lowered = self._lowered if prefetch == self.prefetch else None
+        if costs is None and other.prefetch == self.prefetch and "_lowered" in vars(self):
+            other._lowered = self._lowered
         if costs is not None:
             if other.prefetch is not None:
                 raise ValueError(
                     f"costs count places where prefetch is None, not {other.prefetch}: give one of the two"
                 )
-            other._times, other._lowered = self._seconds_of(costs), None
+            other._times = self._seconds_of(costs)
         if weights is not None:
             if weights not in ("planned", "fill"):
                 raise ValueError(f"weights is {weights!r}, must be 'planned' or 'fill'")
@@ -147,7 +146,7 @@ class Schedule:
         Raises:
             ScheduleError: the order breaks a rule.
         """
-        return tuple(edge.num_places for edge in edges_of(self._lower()))
+        return tuple(edge.num_places for edge in edges_of(self._lowered))
 
     @property
     def _places_text(self) -> str:
@@ -302,7 +301,7 @@ class Schedule:
         held, tier = held_bytes(self, memory, costs.links), flat(self, "tier", _C.PER_CELL, costs.tier)
         start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
         ways = "recompute" in by, "offload" in by
-        return self._with_kinds(_C.program_fit(self._lower(), held, rooms, tier, start, most, *ways))
+        return self._with_kinds(_C.program_fit(self._lowered, held, rooms, tier, start, most, *ways))
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         order = self
@@ -469,7 +468,7 @@ class Schedule:
         if steps > 1 and optimizer_sync is None:
             raise ValueError("optimizer_sync must be True or False where there is more than one step")
         whole("seed", noise.seed, 0, 2**64 - 1)
-        program, counts = self._lower(), self._num_units
+        program, counts = self._lowered, self._num_units
         tier, links = flat(self, "tier", _C.PER_CELL, costs.tier), costs.links
         seconds = pass_seconds(self, costs) + flat(self, "latency", _C.PER_PAIR, links.latency)
         seconds += seconds_per_byte(self, links) + flat(self, "optimizer", _C.PER_RANK, costs.optimizer)
@@ -486,11 +485,11 @@ class Schedule:
             bool(optimizer_sync),
             critical,
         )
-        if self._peak is None:  # does not depend on costs and bytes
-            self._peak = tuple(row[0] for row in self._peaks(StepMemory(), Links()))
-        rows = [array("d") for _ in 3 * counts]
-        for row, (begin, end) in zip(rows, pairwise(accumulate(3 * counts, initial=0)), strict=True):
-            row.frombytes(times[begin:end].cast("B"))  # copies bytes: quicker than number by number
+        held = None if memory is None else self.peak_memory(memory, costs)
+        if self._peak is None:
+            self._peaks(StepMemory(), Links())
+        bounds = pairwise(accumulate(3 * counts, initial=0))
+        rows = [array("d", times[begin:end].tobytes()) for begin, end in bounds]  # quicker than number by number
         start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
         return Simulation(
             makespan=makespan,
@@ -498,8 +497,8 @@ class Schedule:
             busy=tuple(busy),
             wait=tuple(wait),
             bubble=tuple(makespan - seconds for seconds in busy),
-            peak=self._peak,
-            memory=None if memory is None else self.peak_memory(memory, costs),
+            peak=self._peak or (),
+            memory=held,
             given=memory,
             period=period if steps > 1 else None,
             slack=tuple(map(tuple, slack)) if critical else None,
@@ -533,9 +532,10 @@ class Schedule:
 
     def _peaks(self, memory: StepMemory, links: Links) -> list[list[int]]:
         """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
-        found = _C.program_memory(self._lower(), held_bytes(self, memory, links)).cast("B")
-        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3))
-        return rows.tolist()  # type: ignore[no-any-return]
+        found = _C.program_memory(self._lowered, held_bytes(self, memory, links)).cast("B")
+        rows: list[list[int]] = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3)).tolist()
+        self._peak = tuple(row[0] for row in rows)  # does not depend on costs and bytes
+        return rows
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Returns the most tokens in live units of each rank at once.
@@ -548,7 +548,7 @@ class Schedule:
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """Returns bytes [rank][i][holding]: a pair, taken at the start of unit i and freed at its end."""
-        found = _C.program_changes(self._lower(), held_bytes(self, memory, Links())).cast("B")
+        found = _C.program_changes(self._lowered, held_bytes(self, memory, Links())).cast("B")
         rows = iter(found.cast("q", (sum(self._num_units), len(_C.HOLDINGS), 2)).tolist())
         return [list(islice(rows, count)) for count in self._num_units]
 
@@ -562,10 +562,10 @@ class Schedule:
         """Returns the core's program for one rank's engine; ``with_receives``: for transports with a rendezvous."""
         return _C.program_lower(self.handle, self.prefetch, with_receives, rank, self._times)
 
-    def _lower(self) -> Any:
-        if self._lowered is None:
-            self._lowered = _C.program_lower(self.handle, self.prefetch, False, _C.NO_RANK, self._times)
-        return self._lowered
+    @cached_property
+    def _lowered(self) -> Any:
+        """The lowered program, for all simulations."""
+        return _C.program_lower(self.handle, self.prefetch, False, _C.NO_RANK, self._times)
 
 
 def check_units(name: str, units: object) -> None:

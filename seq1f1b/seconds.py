@@ -57,31 +57,24 @@ def _pairs_of_first(tokens: Any, window: int) -> Any:
     return (tokens * (tokens + 1) - far * (far + 1)) / 2
 
 
-def pairs_between(documents: Sequence[int], bounds: Any, window: int = 0) -> Any:
-    """Returns the pairs of a query and a key seen by the query, for the queries between each two of the bounds: an
-    array.
-
-    The tokens lie in a row of documents.
-
-    window: number of keys seen by a query, its own included; 0: all earlier keys.
-    """
+def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
+    """Returns a span of arrays: the tokens of a row of documents between each two of the bounds."""
     ends = np.cumsum([0, *documents], dtype=np.float64)
     at = np.asarray(bounds, dtype=np.float64)
     owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
-    before = np.cumsum([0.0, *_pairs_of_first(np.diff(ends), window)])
-    return np.diff(before[owners] + _pairs_of_first(at - ends[owners], window))
+    pairs = []
+    for window in (0, *windows):
+        before = np.cumsum([0.0, *_pairs_of_first(np.diff(ends), window)])
+        pairs.append(np.diff(before[owners] + _pairs_of_first(at - ends[owners], window)))
+    return Span(np.diff(at), pairs[0], at[1:], tuple(pairs[1:]))
 
 
 def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """Returns the pairs of a query in ``[begin, end)`` and a key seen by the query."""
-    return float(pairs_between(documents, (begin, end), window)[0])
+    """Returns the pairs of a query in ``[begin, end)`` and a key seen by the query.
 
-
-def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
-    """Returns a span of arrays: the tokens of a row of documents between each two of the bounds."""
-    at = np.asarray(bounds, dtype=np.float64)
-    within = tuple([pairs_between(documents, at, window) for window in windows])
-    return Span(np.diff(at), pairs_between(documents, at), at[1:], within)
+    window: number of keys seen by a query, its own included; 0: all earlier keys.
+    """
+    return float(spans_between(documents, (begin, end), (window,)).within[0][0])
 
 
 def spans_of(
@@ -218,7 +211,15 @@ class MeasuredUnits:
         stages = []
         for stage, fits in enumerate(self._stages):
             like = _ASSUMED if known is None else PassSeconds(*(table[stage] for table in known))
-            stages.append([seconds + 0.0 * span.tokens for seconds in _measured(fits, span, like)])
+            own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
+            own.setdefault("forward", like.forward)
+            own.setdefault("recompute", _like(own["forward"], like.recompute, like.forward))
+            if "backward" not in own:
+                own["backward"] = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
+            for part in ("input", "weight") if "weight" not in own else ():
+                own[part] = _like(own["backward"], getattr(like, part), like.backward)
+            own.setdefault("input", own["backward"])
+            stages.append([own[name] + 0.0 * span.tokens for name in PassSeconds._fields])
         return PassSeconds._make(np.array(table) for table in zip(*stages, strict=True))
 
     def shards(self, span: Span) -> dict[str, Any]:
@@ -229,18 +230,6 @@ class MeasuredUnits:
             seconds = sum(fit.seconds(span.tokens, span.pairs) for fit in fits) / max(1, len(fits))
             found[name] = np.array([seconds + 0.0 * span.tokens] * len(self._stages))
         return found
-
-
-def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:
-    own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
-    own.setdefault("forward", like.forward)
-    own.setdefault("recompute", _like(own["forward"], like.recompute, like.forward))
-    if "backward" not in own:
-        own["backward"] = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
-    if "weight" not in own:
-        own |= {part: _like(own["backward"], getattr(like, part), like.backward) for part in ("input", "weight")}
-    own.setdefault("input", own["backward"])
-    return PassSeconds(**own)
 
 
 def _like(measured: Any, wanted: Any, known: Any) -> Any:

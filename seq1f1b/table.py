@@ -1,10 +1,12 @@
-"""Tables of numbers as text."""
+"""Tables of numbers as text, and long lines in a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 
-__all__ = ["rounded", "table_text"]
+__all__ = ["rounded", "table_text", "wrapped"]
 
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
@@ -19,3 +21,10 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
 def rounded(value: float, digits: int = 3) -> str:
     """Returns a number as text with so many significant digits: 12.3, 0.0123, 12300."""
     return f"{float(f'{value:.{digits}g}'):.10g}"
+
+
+def wrapped(text: str) -> str:
+    """Returns the text with lines broken at spaces to fit the terminal, or 100 columns without a terminal."""
+    width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))

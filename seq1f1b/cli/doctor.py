@@ -12,7 +12,7 @@ from typing import Any
 import seq1f1b
 from seq1f1b import _C
 from seq1f1b.above import above
-from seq1f1b.cli.terminal import wrapped
+from seq1f1b.table import wrapped
 
 PACKAGES = (
     ("matplotlib", "no PNG and SVG timelines"),

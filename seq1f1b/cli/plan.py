@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
-from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import add_options, read_bytes, read_counts, read_lengths, read_names, read_sizes, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.cost import CostModel
@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("plan needs --seq, --lengths (sequences that differ) or --prompt (responses that share one)")
     model, hardware, layout = read_workload(options)
     hardware = hardware.with_optimizer(options.optimizer)
-    with progress_bar("the search") as show:
+    shows = sys.stderr.isatty()
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{done / total:4.0%} of the search\033[K", end="", file=sys.stderr, flush=True)
+
+    try:
         found = search_plans(
             model,
             hardware,
@@ -69,8 +74,10 @@ def run(options: argparse.Namespace) -> int:
             layout=layout,
             optimizer_sync=not options.no_optimizer_sync,
             stages_per_rank=options.stages or [1, 2, 4],
-            progress=show,
+            progress=show if shows else None,
         )
+    finally:
+        print("\r\033[K" * shows, end="", file=sys.stderr, flush=True)
     if options.output:
         found.plans[0].save(options.output)
     how: dict[str, Any] = {"verbose": options.verbose, "file": options.output or "FILE"}

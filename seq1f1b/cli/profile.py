@@ -15,17 +15,14 @@ __all__ = ["add", "run"]
 
 def add(command: argparse.ArgumentParser) -> None:
     offload = "also measure how fast saved activations move to a file in DIR and back; host: to pinned host memory, "
+    device = "cuda: this machine's GPUs, which the processes take in turn (default: cpu)"
     options = {
         "--model": (str, ..., f"{', '.join(presets('models'))}; or a .json file of the same form"),
         "--seq TOKENS": (read_tokens, ..., "tokens of the longest sequence to measure"),
         "--dtype": (("fp32", "bf16"), "fp32", "bf16 is autocast over fp32 weights (default: fp32)"),
         "--threads N": (int, 1, "threads of each process (default: 1)"),
         "--processes N": (int, 1, "processes that measure at the same time, as ranks share a machine (default: 1)"),
-        "--device": (
-            ("cpu", "cuda"),
-            "cpu",
-            "cuda: this machine's GPUs, which the processes take in turn (default: cpu)",
-        ),
+        "--device": (("cpu", "cuda"), "cpu", device),
         "--layers N": (int, 2, "layers of the stage that is measured (default: 2)"),
         "--repeats N": (int, 5, "measured steps for each number of segments (default: 5)"),
         "--offload DIR": (str, None, f"{offload}with --device cuda"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from seq1f1b.cli.terminal import wrapped
-from seq1f1b.table import table_text
+from seq1f1b.table import table_text, wrapped
 
 
 def add(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Simulation
 from seq1f1b.cli.values import add_options, read_counts, read_parents, read_sizes, read_tokens
-from seq1f1b.families import OPTION_KINDS
+from seq1f1b.families import OPTION_KINDS, families_named
 from seq1f1b.files import nearest_name, read
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import INSIDE, Layout
@@ -21,11 +21,10 @@ from seq1f1b.planning.profile import Profile
 from seq1f1b.schedule import families
 
 MOST_UNITS = 10_000_000  # most units of an order, at about 300 bytes each
-SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 
 
-def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = SEGMENTS) -> None:
+def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = 4) -> None:
     """Adds the counts and costs of draw, simulate and compare.
 
     Args:
@@ -182,7 +181,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
             moves = "O" in schedule.kinds  # the file itself says which units move
             return schedule.recompute(options.recompute).offload("none" if moves else moved)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
-    known = next(family for family in families() if family.name == name)
+    [known] = families_named([name])
     stages = known.stages_per_rank if options.stages is None else options.stages
     segments = wanted_segments(options) if known.has_segments else 1
     check_size(name, options, segments, stages)

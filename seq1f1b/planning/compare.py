@@ -9,17 +9,19 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from typing import Any
 
-from seq1f1b.families import schedules
+from seq1f1b.families import families_named, schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import BuiltOrder, Orders, families_named
+from seq1f1b.planning.orders import Orders
 from seq1f1b.planning.search import STEPS
 from seq1f1b.schedule import Costs, Family, Links, Schedule, build_schedule
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "FamilyRow", "compare"]
+
+_NO_ROOM = 1  # a cap in bytes that makes orders hold as little as possible
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,10 @@ def compare(
             cost = CostModel.balanced(model, hardware, layout=layout or Layout(), **of_cost)
             whole = segment_sizes if k == num_segments else [seq_len]
             price = cost.price(whole or cost.split(k))
-            made = _made(Orders(family, [price], num_microbatches, cap_bytes or math.inf, options=options))
+            orders = Orders(family, [price], num_microbatches, cap_bytes or math.inf, options=options)
+            made = orders.within_cap()
+            if made.peak > orders.cap and "costs" in family.options:  # the order that holds least, for all such caps
+                made = orders._replace(cap=_NO_ROOM).within_cap()
             return _row(family, made.schedule, price.costs(made.schedule), price.sizes, made.peak)
         put_off = backward / 2 if weight is None else weight
         options |= {"costs": [x / (v * k) for x in (forward, backward - put_off, put_off)], "transfer": transfer}
@@ -222,30 +227,15 @@ def compare(
             refused[row.family] = f"holds {_bytes(row.peak_bytes or 0)}, the cap is {_bytes(cap_bytes)}"
         else:
             fitting.append(row)
-    if not fitting and cap_bytes is None:
-        least = min(rows, key=lambda row: row.peak_microbatches)
-        held = f"{least.peak_microbatches:.2f} micro-batches, of {least.family}"
-        raise ValueError(f"no family fits the cap; the least possible is {held}")
-    if not fitting and cap_bytes is not None:
-        least = min(rows, key=lambda row: row.peak_bytes or 0)
-        raise ValueError(
-            f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes or 0)}, "
-            f"of {least.family}. More segments, more ranks, a higher tensor or context degree, or more "
-            "recomputation (--inside full) need less"
-        )
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak_microbatches if cap_bytes is None else row.peak_bytes or 0)
+        of_cap, held, advice = "", f"{least.peak_microbatches:.2f} micro-batches", ""
+        if cap_bytes is not None:
+            of_cap, held = f" of {_bytes(cap_bytes)}", _bytes(least.peak_bytes or 0)
+            advice = "; more segments, more ranks, higher degrees or more recomputation (--inside full) need less"
+        raise ValueError(f"no family fits the cap{of_cap}; the least possible is {held}, of {least.family}{advice}")
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     return Comparison(tuple(fitting), refused, None if hardware is None else (hardware.name, hardware.memory))
-
-
-_NO_ROOM = 1  # a cap in bytes that makes orders hold as little as possible
-
-
-def _made(orders: Orders) -> BuiltOrder:
-    """Returns the family's order within the cap; else the order that holds least, for all caps that are too low."""
-    made = orders.within_cap()
-    if made.peak > orders.cap and "costs" in orders.family.options:
-        return orders._replace(cap=_NO_ROOM).within_cap()
-    return made
 
 
 def _row(

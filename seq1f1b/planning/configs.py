@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, TypeAlias
@@ -106,25 +106,21 @@ def _attention(
     head_norms: str = "",
     sinks: bool = False,
     gated: bool = False,
-    latent: bool = False,
 ) -> Fields:
     """Returns the fields of grouped-query attention.
 
     Args:
         bias: whether q, k and v have a bias, or the config's field for it; out_bias: bias of the output, None: as bias.
         head_norms: "head": q and k have a norm over each head; "all": over all heads; else a config field for "head".
-        sinks: a learned sink for each head. gated: a gate as wide as the output. latent: multi-head latent attention.
+        sinks: a learned sink for each head. gated: a gate as wide as the output.
     """
-    if latent:
-        return _latent_attention(c)
     h, (q, g) = c.hidden, c.widths
 
     def has(what: str | bool) -> bool:
         return bool(c.get(what, False)) if isinstance(what, str) else what
 
-    norms = {"head": 2 * c.head_dim, "all": q + g, "": 0}.get(head_norms)
-    if norms is None:
-        norms = 2 * c.head_dim * has(head_norms)
+    of_heads = 2 * c.head_dim
+    norms = {"head": of_heads, "all": q + g}.get(head_norms, of_heads * has(head_norms))
     other = has(bias) * (q + 2 * g + gated * q) + has(bias if out_bias is None else out_bias) * h + norms
     found = {"other": other + sinks * c["num_attention_heads"]}
     return found | _matrices(c, 2 * q + 2 * g, (q, h)) | {"kept": 4 * q} if gated else found
@@ -241,44 +237,33 @@ def _both(c: _Config) -> Fields:
 # -- feed-forwards -----------------------------------------------------------------------------------------------------
 
 
-def _gated_shared(c: _Config) -> Fields:
-    """Returns the fields of a shared feed-forward beside experts, behind a gate of one number per token."""
-    return {"other": c.hidden, "shared": c.get("shared_expert_intermediate_size", ..., 1)}
-
-
-def _shared(c: _Config) -> Fields:
-    return {"shared": c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)}
-
-
-def _adjusted(c: _Config) -> Fields:
-    """Returns the feed-forward's width in Liquid's models, adjusted from the width in the config."""
+def _feed_forward(c: _Config, kind: str) -> Fields:
+    """Returns the fields by which a feed-forward of a kind differs from a plain one."""
+    if kind == "gated_shared":  # a shared feed-forward beside experts, behind a gate of one number per token
+        return {"other": c.hidden, "shared": c.get("shared_expert_intermediate_size", ..., 1)}
+    if kind == "shared":
+        return {"shared": c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)}
+    if kind == "biased":  # experts have biases
+        return {"other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)}
+    if kind != "adjusted":
+        return {}
     width = int(c["intermediate_size"])
-    if c.get("block_auto_adjust_ff_dim", True):
+    if c.get("block_auto_adjust_ff_dim", True):  # Liquid's models adjust the width in the config
         width = int(c.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
         multiple = c["block_multiple_of"] if "block_multiple_of" in c.data else 256
         width = multiple * -(-width // multiple)
     return {"ffn": width}
 
 
-def _biases_of_experts(c: _Config) -> Fields:
-    return {"other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)}
-
-
 # -- types of models ---------------------------------------------------------------------------------------------------
 
 _MIXERS = {
+    "latent_attention": _latent_attention,
     "gated_delta": _gated_delta,
     "mamba": _mamba,
     "mamba2": _mamba2,
     "short_convolution": _short_convolution,
     "attention_and_mamba2": _both,
-}
-_FEED_FORWARDS: Mapping[str, Callable[[_Config], Fields]] = {
-    "gated_shared": _gated_shared,
-    "shared": _shared,
-    "adjusted": _adjusted,
-    "biased": _biases_of_experts,
-    "": lambda c: {},
 }
 
 
@@ -290,7 +275,7 @@ class _Model:
     window: int | None = 4096  # the library's default of sliding_window
     mixers: Mapping[str, str] = field(default_factory=dict)  # names in _MIXERS, by type of layer
     type_of: Any = _FULL  # type of all layers, or a rule of _type_of, for a config without layer_types
-    feed_forward: str = ""  # a name in _FEED_FORWARDS
+    feed_forward: str = ""  # a kind of _feed_forward
     experts: str = ""  # "narrow": of another width than dense layers; "as wide"; "": no experts
     tied: bool = False  # default for whether the head is the embedding
     norms: int = 2  # number of norms of hidden states in a layer
@@ -316,16 +301,6 @@ def _type_of(c: _Config, rule: Any, layer: int) -> str:
         every = c.get(*keys) or 0
         is_full = not every or (layer + 1) % every == 0
     return _FULL if is_full else str(others)
-
-
-def _is_dense(c: _Config, layer: int) -> bool:
-    """Returns whether a layer of a model with experts has none; each type of models has one of these rules."""
-    return (
-        layer in (c.list("mlp_only_layers") or [])
-        or (layer + 1) % (c.get("decoder_sparse_step") or 1) != 0
-        or layer < c.get("first_k_dense_replace", 0)
-        or (layer - c.get("expert_layer_offset", 0)) % (c.get("expert_layer_period") or 1) != 0
-    )
 
 
 def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -367,7 +342,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _layer_kind(c: _Config, model: _Model, layer: int) -> LayerKind:
     types = c.list("layer_types", c["num_hidden_layers"])
     kind = types[layer] if types else _type_of(c, model.type_of, layer)
-    known = (_FULL, _SLIDING, *model.mixers)
+    known = dict.fromkeys((_FULL, _SLIDING, *model.mixers))
     if kind not in known:
         raise ValueError(
             f"{c.name}: layer_types[{layer}] is {kind!r}, must be one of {', '.join(known)}, whose cost is known"
@@ -375,7 +350,12 @@ def _layer_kind(c: _Config, model: _Model, layer: int) -> LayerKind:
     mixer = _MIXERS[model.mixers[kind]](c) if kind in model.mixers else _attention(c, **model.attention)
     if kind == _SLIDING:
         mixer["window"] = (c.get("sliding_window") if "sliding_window" in c.data else model.window) or 0  # null: none
-    is_dense = bool(model.experts) and _is_dense(c, layer)
-    ffn = {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else _FEED_FORWARDS[model.feed_forward](c)
+    is_dense = bool(model.experts) and (  # a layer without experts; each type of models has one of these rules
+        layer in (c.list("mlp_only_layers") or [])
+        or (layer + 1) % (c.get("decoder_sparse_step") or 1) != 0
+        or layer < c.get("first_k_dense_replace", 0)
+        or (layer - c.get("expert_layer_offset", 0)) % (c.get("expert_layer_period") or 1) != 0
+    )
+    ffn = {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else _feed_forward(c, model.feed_forward)
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
     return LayerKind(**mixer, **ffn, norms=1 if model.is_mixer_alone else model.norms, other=other)

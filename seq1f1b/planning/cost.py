@@ -165,16 +165,8 @@ class CostModel:
         return latencies, rates, sum(sends) / len(sends) if sends else 0.0
 
     def optimizer_seconds(self) -> list[float]:
-        """Returns the seconds of each stage after the pipeline's part of a step; the stages of a rank add up.
-
-        The seconds are the exposed part of the gradients' reduction, and the optimizer.
-        """
-        hw, d = self.hardware, self.layout.data
-        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
-        rate = hw.link(d * self.parts.devices * self.num_ranks)
-        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
-        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * parameters for parameters in self.parts.trained_parameters]
+        """Returns the seconds of each stage after the pipeline's part of a step; the stages of a rank add up."""
+        return self.parts.optimizer_seconds
 
 
 class PackedRow(NamedTuple):
@@ -275,7 +267,8 @@ class Price:
     @cached_property
     def _span(self) -> Span:
         """Arrays with an entry for each unit."""
-        return arrays_of([row.spans_in(self.cost.parts.windows) for row in self.rows])
+        spans = [row.spans_in(self.cost.parts.windows) for row in self.rows]
+        return spans[0] if len(spans) == 1 else arrays_of(spans)
 
     @cached_property
     def seconds(self) -> Any:
@@ -287,12 +280,6 @@ class Price:
         """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
         return self.cost.source.shards(self._span) if self._is_alike and self.cost.parts.spreads else {}
 
-    @property
-    def _spread_seconds(self) -> dict[str, Any]:
-        """Seconds by which an order places the passes of a vocabulary over the ranks, by names of
-        :class:`seq1f1b.Costs`; {} without such passes."""
-        return self.seconds._asdict() | self.shard_seconds if self.shard_seconds else {}
-
     @cached_property
     def message_bytes(self) -> Any:
         """Bytes of a message on one of the devices of a stage, an array [unit]."""
@@ -301,7 +288,7 @@ class Price:
     @cached_property
     def _held(self) -> tuple[Any, Any, Any]:
         """Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W."""
-        saved, kept, added = map(_whole_bytes, self.cost.parts.held(self._span.tokens))
+        saved, kept, added = _whole_bytes(self.cost.parts.held(self._span.tokens))
         if self.cost.layout.copies_prefix:  # the last copy has all keys
             saved[:, -1] += _whole_bytes(self.cost.parts.cached(self.cost.seq_len)[0])
         return saved, kept, added
@@ -340,9 +327,7 @@ class Price:
             return Costs(**seconds, links=links)
         if cost.parts.spreads:
             links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
-        optimizer = [0.0] * schedule.num_ranks
-        for rank, value in zip(schedule.rank_of_stage, cost.optimizer_seconds(), strict=True):
-            optimizer[rank] += value
+        optimizer: Any = np.bincount(schedule.rank_of_stage, cost.optimizer_seconds())
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
     # -- bytes of units
@@ -382,7 +367,7 @@ class Price:
         saved, kept, added = self._held
         found: dict[str, Any] = {"staying": np.outer(counts, self.message_bytes)}
         if parts.spreads and self._is_alike:
-            found["shard_logits"] = [math.ceil(parts.logits(size) / self.cost.num_ranks) for size in self.sizes]
+            found["shard_logits"] = _whole_bytes(parts.logits(np.array(self.sizes)) / self.cost.num_ranks)
         if self._releases:
             found["kv_rows"], found["kv_gradient_rows"] = map(_whole_bytes, parts.cached(np.array(self.sizes, float)))
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
@@ -419,68 +404,53 @@ class Price:
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         peaks = schedule.peak_memory(memory, costs)
         P, longest = schedule.num_ranks, max(self.sizes)
-        pools = self._pool_bytes(schedule, memory.activations) if hw.length_pools else [0] * P
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
-        static, works, ranks = _state_bytes(cost, stages_of), parts.work(longest, stages_of), list[RankBytes]()
-        for rank, (stages, work) in enumerate(zip(stages_of, works, strict=True)):
-            if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
-                layers = max(cost.layers[stage] for stage in stages)
-                whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
-                work += hw.collective_buffers * layers * whole
-            live = peaks.total[rank] - peaks.receive[rank]
-            rows = min(live, peaks.kv[rank])
-            gradient_rows = min(live - rows, peaks.kv_gradients[rank])
-            changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
-            ranks.append(
-                RankBytes(
-                    static=math.ceil(static[rank]),
-                    activations=live - rows - gradient_rows,
-                    kv=math.ceil(kv[rank]) + rows,
-                    kv_gradients=math.ceil(gradients[rank]) + gradient_rows,
-                    receive=peaks.receive[rank],
-                    workspace=math.ceil(work),
-                    reserve=math.ceil(hw.allocator_reserve * changing + hw.context_bytes) + pools[rank],
-                )
-            )
-        return ranks
+        work = np.array(parts.work(longest, stages_of))
+        if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
+            whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
+            layers = np.array([max(cost.layers[stage] for stage in stages) for stages in stages_of])
+            work = work + hw.collective_buffers * layers * whole
+        total, receive = np.array(peaks.total), np.array(peaks.receive)
+        live = total - receive
+        rows = np.minimum(live, peaks.kv)
+        gradient_rows = np.minimum(live - rows, peaks.kv_gradients)
+        reserve = hw.allocator_reserve * (total + kv + gradients + work) + hw.context_bytes
+        kv, gradients, work, reserve = _whole_bytes([kv, gradients, work, reserve])
+        reserve += self._pool_bytes(schedule, memory.activations)
+        fields = live - rows - gradient_rows, kv + rows, gradients + gradient_rows, receive, work, reserve
+        static = map(math.ceil, _state_bytes(cost, stages_of))
+        return list(map(RankBytes, static, *[field.tolist() for field in fields]))
 
-    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
-        """Returns the bytes of cache, and of cache gradients, by rank: each stage keeps the slots of its own peak
-        throughout the step. Zeros if pages come and go, or if segments copy prefixes."""
-        P, parts = schedule.num_ranks, self.cost.parts
-        kv, gradients, tokens = [0.0] * P, [0.0] * P, [self._slot_tokens] * P
+    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> Any:
+        """Returns the bytes of cache, and of cache gradients, an array [2, rank]: each stage keeps the slots of its own
+        peak throughout the step. Zeros if pages come and go, or if segments copy prefixes."""
+        P, found = schedule.num_ranks, np.zeros((2, schedule.num_ranks))
         if self._releases or self.cost.layout.copies_prefix:
-            return kv, gradients
+            return found
+        tokens = [self._slot_tokens] * P
         if schedule.parents is not None:
             sizes = array("q", self.sizes)
             tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
-        of_slots = parts.cached(np.array(tokens, float))  # arrays [stage, rank]
+        of_slots = np.array(self.cost.parts.cached(np.array(tokens, float)))  # [2, stage, rank]
         for stages in zip(*stages_of, strict=True):  # one stage of each rank
-            counted = [int(stage in stages) for stage in range(schedule.num_stages)]
+            counted: Any = np.array([int(stage in stages) for stage in range(schedule.num_stages)])
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
-            for rank, stage in enumerate(stages):
-                kv[rank] += slots.kv[rank] * float(of_slots[0][stage, rank])
-                gradients[rank] += slots.kv_gradients[rank] * float(of_slots[1][stage, rank])
-        return kv, gradients
+            found += np.array([slots.kv, slots.kv_gradients]) * of_slots[:, list(stages), list(range(P))]
+        return found
 
-    def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:
+    def _pool_bytes(self, schedule: Schedule, activations: Any) -> Any:
         """Returns the bytes beyond the peak that an allocator keeps, by rank, if blocks of one length serve no other
         length: the sum of the peaks by length less the joint peak; plus copies of prefixes, but for first and last."""
-        share, lengths = self.cost.hardware.length_pools, set(self.sizes)
-        if len(lengths) == 1 or not self._is_alike:
-            return [0] * schedule.num_ranks
-
-        def peaks(table: Any) -> tuple[int, ...]:
-            return schedule.peak_memory(StepMemory(activations=table)).activations
-
-        alone = [peaks(activations * (np.array(self.sizes) == length)) for length in lengths]
-        sums = map(sum, zip(*alone, strict=True))
-        copies = 0.0
+        share, lengths, copies = self.cost.hardware.length_pools, set(self.sizes), 0.0
+        if not share or len(lengths) == 1 or not self._is_alike:
+            return 0
+        tables = [activations, *(activations * (np.array(self.sizes) == length) for length in lengths)]
+        joint, *alone = (schedule.peak_memory(StepMemory(activations=table)).activations for table in tables)
         if self.cost.layout.copies_prefix:
             prefixes = list(itertools.accumulate(self.sizes))[1:-1]
             copies = self.cost.parts.cached(sum(prefixes))[0].max()
-        return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
+        return _whole_bytes(share * (np.sum(alone, axis=0) - joint + copies))
 
 
 def _state_bytes(cost: CostModel, stages_of: Sequence[Sequence[int]]) -> list[float]:

@@ -5,36 +5,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from seq1f1b.files import nearest_name
 from seq1f1b.flat import whole
 from seq1f1b.plan import Layout, Plan, StepLength, plain
 from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.result import Uncertain
-from seq1f1b.schedule import Costs, Family, Schedule, Simulation, build_schedule, families
+from seq1f1b.schedule import Costs, Family, Schedule, Simulation, build_schedule
 
-__all__ = ["BuiltOrder", "Candidate", "Length", "Orders", "Rated", "families_named", "group_lengths"]
+__all__ = ["BuiltOrder", "Candidate", "Length", "Orders", "Rated", "group_lengths"]
 
 _MOST_LENGTHS = 8  # groups of lengths; sequences are padded to the longest of a group
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 _CAP_TRIES = 4  # orders tried for one cap
 _TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
 _LEVELS = (1.0, 2.0, 4.0, 0.5)  # caps of orders with remedies are 1 + level (P - 1) / k micro-batches
-
-
-def families_named(names: Collection[str]) -> list[Family]:
-    """Returns the families with the given names."""
-    known = {family.name: family for family in families()}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in names]
 
 
 class Candidate(NamedTuple):
@@ -97,7 +87,7 @@ class Orders(NamedTuple):
     """Orders of one family for the units of a step."""
 
     family: Family
-    prices: Sequence[Price]  # of the units, for steps of each length, the longest last
+    prices: Sequence[Price]  # of the units, for steps of each length, the longest last, for which orders are made
     num_microbatches: int  # of a step; a step of rows has as many as rows
     cap: float  # bytes that a rank may hold
     remedies: Sequence[str] = ()  # ways of units to save memory until an order fits, see Schedule.fit
@@ -106,11 +96,6 @@ class Orders(NamedTuple):
     options: Mapping[str, Any] = {}  # further options of the family, for orders without a cap in bytes
     is_quick: bool = False  # tries one order for each cap, and one level: a first look at a searched order
     is_whole: bool = False  # tries whole backwards alone; the last order counts recomputation even in a first look
-
-    @property
-    def price(self) -> Price:
-        """Price of the longest steps, for which orders are made."""
-        return self.prices[-1]
 
     def run(self, schedule: Schedule) -> list[Simulation]:
         """Simulates the order with the steps of each length."""
@@ -135,7 +120,7 @@ class Orders(NamedTuple):
 
     def make(self, options: dict[str, Any]) -> BuiltOrder:
         """Builds the order with the given options of the family, and counts the bytes."""
-        price = self.price
+        price = self.prices[-1]
         num_ranks = price.cost.num_ranks
         schedule = build_schedule(
             self.family.name,
@@ -147,7 +132,8 @@ class Orders(NamedTuple):
             parents=price.parents,
         )
         if price.shard_seconds:
-            schedule = schedule.spread_vocabulary(costs=Costs(**price._spread_seconds), embedding=True)
+            costs = Costs(**price.seconds._asdict(), **price.shard_seconds)
+            schedule = schedule.spread_vocabulary(costs=costs, embedding=True)
         return self.with_bytes(schedule, options)
 
     def within_cap(self) -> BuiltOrder:
@@ -159,7 +145,7 @@ class Orders(NamedTuple):
         """
         if "costs" not in self.family.options:
             return self.make({})
-        price, cap = self.price, self.cap
+        price, cap = self.prices[-1], self.cap
         takes_cap = "cap_bytes" in self.family.options and cap < math.inf
         held, options = price.held_bytes(), self._ways()
         if takes_cap and price.least_bytes() > cap:  # no order fits: room for a single micro-batch holds about least
@@ -170,10 +156,7 @@ class Orders(NamedTuple):
         made = choices[0]
         if made.peak <= cap or not takes_cap:
             return made
-        free, share = made.options, 1 + price.cost.hardware.allocator_reserve
-        least = [0] * made.schedule.num_ranks  # bytes of one micro-batch
-        for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
-            least[rank] += max(int(units.sum()) for units in price.microbatches(row))
+        free, share, least = made.options, 1 + price.cost.hardware.allocator_reserve, self._one_microbatch()
         room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
         tried: list[BuiltOrder] = []
         for _ in range(1 if self.is_quick else _CAP_TRIES):
@@ -193,7 +176,8 @@ class Orders(NamedTuple):
 
         first: an order of equal units, from a search with ``is_quick``.
         """
-        held, one = self.price.held_bytes(), self._one_microbatch()
+        price, one = self.prices[-1], self._one_microbatch()
+        held = price.held_bytes()
         tried = [] if first is None else [(self._place(first), first)]
 
         def best() -> tuple[tuple[float, int], BuiltOrder]:
@@ -205,7 +189,7 @@ class Orders(NamedTuple):
             tried.append((self._place(made), made))
 
         def at_level(level: float) -> dict[str, Any]:
-            share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
+            share = 1 + level * (price.cost.num_ranks - 1) / len(price.longest)
             return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
         for way in self._ways() if first is None else ():
@@ -216,8 +200,8 @@ class Orders(NamedTuple):
         if taken < math.inf and (self.is_whole or not self.is_quick):
             forward, inputs, weight = made.options["costs"]  # I gets R, times the share of recomputed units
             kinds = np.array([list(row.replace(" ", "")) for row in made.schedule.cell_kinds()])
-            again = (kinds == "R").reshape(len(kinds), -1, len(self.price.sizes))  # the middle: equal micro-batches
-            inputs = inputs + self.price.seconds.recompute * again.sum(1) / again.shape[1]
+            again = (kinds == "R").reshape(len(kinds), -1, len(price.sizes))  # the middle: equal micro-batches
+            inputs = inputs + price.seconds.recompute * again.sum(1) / again.shape[1]
             consider(made.options | {"costs": [forward, inputs, weight]})
         return best()[1]
 
@@ -227,7 +211,7 @@ class Orders(NamedTuple):
         The machine's host memory limits moves. Smaller shares of the host memory are tried if a rank could not hold the
         bytes that come back.
         """
-        price, schedule = self.price, made.schedule
+        price, schedule = self.prices[-1], made.schedule
         hw = price.cost.hardware
         memory, costs = price.memory(schedule.rank_of_stage), price.costs(schedule, moves="offload" in self.remedies)
         held = schedule.peak_memory(memory, costs).total
@@ -247,11 +231,12 @@ class Orders(NamedTuple):
     def _ways(self) -> list[dict[str, Any]]:
         """Returns the options to try, each with costs: split backwards, and whole backwards with the seconds of B,
         if the family has the choice."""
-        seconds, cost, taken = self.price.seconds, self.price.cost, self.family.options
+        price, taken = self.prices[-1], self.family.options
+        seconds, cost = price.seconds, price.cost
         options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
         if "transfer" in taken:
             latencies, rates, _ = cost.links(range(cost.num_ranks))
-            message = statistics.fmean(self.price.message_bytes)
+            message = statistics.fmean(price.message_bytes)
             times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
             options["transfer"] = statistics.fmean(times) if times else 0.0
         if "backward" not in taken:
@@ -261,14 +246,11 @@ class Orders(NamedTuple):
 
     def _one_microbatch(self) -> list[int]:
         """Returns the bytes of one micro-batch on each rank, the larger of two placements of stages: a loop and a V."""
-        price, P = self.price, self.price.cost.num_ranks
-        loop, wave = [0] * P, [0] * P
-        for stage, row in enumerate(price.held_bytes()):
-            turn, place = divmod(stage, P)
-            most = max(int(units.sum()) for units in price.microbatches(row))
-            loop[place] += most
-            wave[place if turn % 2 == 0 else P - 1 - place] += most
-        return list(map(max, loop, wave))
+        price = self.prices[-1]
+        of_microbatches = [units.sum(0) for units in price.microbatches(price.held_bytes().T)]  # of each stage
+        turns = np.max(of_microbatches, axis=0).reshape(-1, price.cost.num_ranks)
+        wave = [row[::-1] if turn % 2 else row for turn, row in enumerate(turns)]
+        return list(map(max, turns.sum(0).tolist(), np.sum(wave, axis=0).tolist()))
 
 
 @dataclass(eq=False)
@@ -280,18 +262,12 @@ class Rated:
     bounds: Sequence[float]  # lower bound of the seconds of every order of the units, for each length
     bound: float  # mean over the steps
     units: int  # number of F and B of all ranks
-    made: BuiltOrder | None = None  # if no order fits, the one with the least memory; None before an order was built
+    made: Any = None  # the BuiltOrder; if no order fits, the one with the least memory; None before one was built
     periods: Sequence[float] = ()  # period of the step of each length
     seconds: float = math.inf  # mean period; inf if the order does not fit
     bubble: float = 0.0  # share of the seconds in which ranks neither compute nor update
     sort_key: tuple[int, int] = (0, 0)  # by time, and by memory where times differ by less than about 0.2 %
     least: int = 0  # bytes of the order with the least memory if no order fits, else 0
-
-    @property
-    def built(self) -> BuiltOrder:
-        """The order of a candidate that has one."""
-        assert self.made is not None
-        return self.made
 
     def is_alike(self, other: Rated) -> bool:
         """Returns whether the two candidates differ only in the split, or only in the family's name."""
@@ -299,11 +275,11 @@ class Rated:
         if mine == its:
             return True
         counts = mine._replace(family=its.family, remedies=its.remedies)
-        return counts == its and self.built.schedule == other.built.schedule
+        return counts == its and self.made.schedule == other.made.schedule
 
     def uncertain(self, hardware: Hardware) -> tuple[Uncertain, ...]:
         """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
-        schedule, orders, terms = self.built.schedule, self.orders, list[Uncertain]()
+        schedule, orders, terms = self.made.schedule, self.orders, list[Uncertain]()
         seconds = orders.seconds(schedule)
         for name, ends in hardware.spread.items():
             if name in _UNCERTAIN_BYTES and "L" not in schedule.kinds:  # the seconds of moves alone depend on bytes
@@ -323,8 +299,9 @@ class Rated:
 
         faster, slower: shares of the seconds by which a step may be faster, and slower.
         """
-        candidate, orders, made = self.candidate, self.orders, self.built
-        spread, price, cost = hardware.spread, orders.price, orders.price.cost
+        candidate, orders, made = self.candidate, self.orders, self.made
+        spread, price = hardware.spread, orders.prices[-1]
+        cost = price.cost
         ends: dict[str, Any] = {name: spread[name][1] for name in _UNCERTAIN_BYTES if name in spread}
         high = cost.on(replace(hardware, **ends)).price(price.sizes).rank_bytes(made.schedule)
         sequences = orders.num_microbatches * cost.layout.data
@@ -363,5 +340,5 @@ class Rated:
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=plain(price._spread_seconds),
+            spread=plain(price.seconds._asdict() | price.shard_seconds) if price.shard_seconds else {},
         )

@@ -132,13 +132,11 @@ class Profile(_File):
             return self.layer.noise
         if passes != "ends":
             return float(getattr(self.layer, passes).residual)
-        whole = spread = 0.0
-        for part in (self.embedding, self.head):
-            for fit in (part.forward, part.backward) if part is not None else ():
-                seconds = fit.seconds(self.seq_len, 0.0)
-                whole += seconds
-                spread += seconds * fit.residual
-        return spread / whole if whole > 0 else 0.0
+        ends = [part for part in (self.embedding, self.head) if part is not None]
+        fits = [fit for part in ends for fit in (part.forward, part.backward)]
+        seconds = [fit.seconds(self.seq_len, 0.0) for fit in fits]
+        spread = sum(each * fit.residual for each, fit in zip(seconds, fits, strict=True))
+        return spread / sum(seconds) if sum(seconds) > 0 else 0.0
 
     def move_spread(self, name: str) -> float:
         """Returns the spread of ``move_out`` or ``move_in`` in seconds per byte: twice the noise between runs of a

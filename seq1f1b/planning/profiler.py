@@ -10,7 +10,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -133,13 +132,8 @@ def measure_stage(
         feeds = any(x.requires_grad for x in inputs)
         modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
         device = inputs[0].device
-        counts: dict[str, Any] = {
-            "num_ranks": 1,
-            "num_microbatches": 1,
-            "num_segments": k,
-            "stages_per_rank": len(modules),
-        }
-        (order,) = build_schedule("breadth-first", **counts).ranks
+        counts = {"num_ranks": 1, "num_microbatches": 1, "stages_per_rank": len(modules)}
+        (order,) = build_schedule("breadth-first", num_segments=k, **counts).ranks
         kinds = {"B": "IW"} if way == "split" else {}
 
         def is_measured(unit: Unit) -> bool:
@@ -265,12 +259,9 @@ def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     """Joins the repetitions of all processes into one object."""
     first, lists = measured[0], ("unit_overhead", "step_overhead", "tier", "moving")
     units = {
-        key: {kind: list(chain.from_iterable(each.units[key][kind] for each in measured)) for kind in PASSES}
-        for key in first.units
+        key: {kind: [t for each in measured for t in each.units[key][kind]] for kind in PASSES} for key in first.units
     }
-    together: dict[str, Any] = {
-        name: list(chain.from_iterable(getattr(each, name) for each in measured)) for name in lists
-    }
+    together: dict[str, Any] = {name: [x for each in measured for x in getattr(each, name)] for name in lists}
     return first._replace(units=units, **together)
 
 

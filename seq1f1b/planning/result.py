@@ -21,8 +21,6 @@ _HEADS = (
     "k segments of a sequence; v stages of a rank; mix 1: segments of equal time, 0: of equal length; vocab: embedding "
     "and head at the ends, or over the ranks; GiB of the fullest rank"
 )
-_TIERS = {"cpu": '"FOLDER"', "cuda": "seq1f1b.HOST"}
-"""The engine's argument ``Memory(offload=)`` by type of device."""
 
 
 class Uncertain(NamedTuple):
@@ -123,8 +121,8 @@ class PlanSearch:
                 f'PipelineEngine(stages, schedule="{plan.schedule}", num_microbatches={plan.num_microbatches}, '
                 f"num_segments={plan.num_segments}, ...), blocks in torch.utils.checkpoint"
             )
-        moves = any("L" in row for row in plan.units)
-        memory = f", memory=Memory(offload={_TIERS[self.machine.device_type]})" * moves
+        tier = "seq1f1b.HOST" if self.machine.device_type == "cuda" else '"FOLDER"'
+        memory = f", memory=Memory(offload={tier})" * any("L" in row for row in plan.units)
         return f'PipelineEngine(stages, schedule="{file}"{memory}, ...), with the file of --output {file}'
 
     def _rows(self) -> list[tuple[str, ...]]:

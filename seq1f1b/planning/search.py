@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from seq1f1b.families import families_named
 from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import BuiltOrder, Candidate, Length, Orders, Rated, families_named, group_lengths
+from seq1f1b.planning.orders import BuiltOrder, Candidate, Length, Orders, Rated, group_lengths
 from seq1f1b.planning.result import GIB, PlanSearch, Uncertain
 from seq1f1b.schedule import Family, families
 from seq1f1b.seconds import Span
@@ -307,18 +308,17 @@ class _Search:
             if known.bound >= (min(limit, fitting[-1].seconds) if len(fitting) >= self.best else limit):
                 self._told.append(known)
                 continue
-            if fitting and not candidate.remedies and (least := known.orders.price.least_bytes()) > self.cap:
+            if fitting and not candidate.remedies and (least := known.orders.prices[-1].least_bytes()) > self.cap:
                 self._told.append(replace(known, least=math.ceil(least)))
                 continue
             found = self.priced(known)
+            is_built_alone = found is not None and found.least and not candidate.remedies  # and not simulated
+            most_units -= known.units // 4 if is_built_alone else known.units
             if found is None:  # remedies are not needed: a candidate without remedies fits, too
-                most_units -= known.units
                 continue
             self._told.append(found)
             if found.least:
-                most_units -= known.units if candidate.remedies else known.units // 4  # built, but not simulated
                 continue
-            most_units -= known.units
             alike = [other for other in fitting if other.is_alike(found)]
             if all(other.sort_key > found.sort_key for other in alike):  # else another split or name is as good
                 kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
@@ -440,7 +440,7 @@ class _Search:
             rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
         least = min(self._told, key=lambda told: told.least)
-        rank = max(least.built.ranks, key=lambda rank: rank.total)
+        rank = max(least.made.ranks, key=lambda rank: rank.total)
         return (
             f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {least.least / GIB:.2f} GiB (weights and "
             f"their training {rank.static / GIB:.2f}, K and V {rank.kv / GIB:.2f}, gradients of K and V "

@@ -17,19 +17,21 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from seq1f1b import ScheduleError
 from seq1f1b.attention.packing import pack_documents
+from seq1f1b.families import families_named
 from seq1f1b.flat import whole
 from seq1f1b.nested import tensors_of
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
-from seq1f1b.planning.orders import Orders, families_named
+from seq1f1b.planning.orders import Orders
 from seq1f1b.planning.prefix_trees import PrefixTrees
-from seq1f1b.planning.step_rows import Rates, Rows, Tree, TreeShape, best_unit, rows_of, tokens_of
+from seq1f1b.planning.step_rows import Rates, Tree, TreeShape, best_unit, rows_of, tokens_of
 from seq1f1b.schedule import Family, Schedule, Simulation
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
@@ -232,7 +234,7 @@ def plan_step(
             refused = error
 
     best = best_unit(items, work, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
-    made, known = 0.0, set[Rows]()
+    made, known = 0.0, set[tuple[PackedRow, ...]]()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
             units = max(1, sum(work) / (scale * best)) + nodes / 2  # an estimate
@@ -255,10 +257,8 @@ def plan_step(
             f"no order of these documents fits in {limit:,.0f} bytes a rank: the smallest budget that does is "
             f"{math.ceil(least):,} bytes; the longest document, {longest}, has {tokens[longest]} tokens"
         )
-    ranks = [0.0] * cost.num_ranks  # seconds of work of each rank, in any order
-    for stage, rank in enumerate(found.schedule.rank_of_stage):
-        ranks[rank] += float(found.costs.seconds.total[stage].sum())
-    if found.seconds - max(ranks) > _SEARCH_SECONDS * 2 * cost.num_stages * len(found.costs.sizes):
+    work_of_ranks = np.bincount(found.schedule.rank_of_stage, found.costs.seconds.total.sum(1))  # in any order
+    if found.seconds - work_of_ranks.max() > _SEARCH_SECONDS * 2 * cost.num_stages * len(found.costs.sizes):
         for family in families:
             if family not in first:
                 consider(family, found.costs, is_quick=True)

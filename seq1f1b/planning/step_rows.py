@@ -175,10 +175,9 @@ def best_unit(documents: Sequence[int | Tree], seconds: Sequence[float], rates: 
     return min((smooth * math.pow(2.0, -power / 4) for power in range(-4, 28)), key=step)
 
 
-Rows = tuple[PackedRow, ...]
-
-
-def rows_of(documents: Sequence[int | Tree], work: Sequence[float], unit: float, rates: Rates, packs: bool) -> Rows:
+def rows_of(
+    documents: Sequence[int | Tree], work: Sequence[float], unit: float, rates: Rates, packs: bool
+) -> tuple[PackedRow, ...]:
     """Returns rows, the rows with the most segments first.
 
     A long document begins a row and is cut into segments; short documents fill the last segment, or share a row of one

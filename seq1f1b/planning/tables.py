@@ -78,6 +78,31 @@ class ByParts:
             self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
         # A loss that does not contain the head saves an fp32 probability for each word.
         self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / self.devices * 4
+        self._count_parameters()
+
+    def _count_parameters(self) -> None:
+        """Counts the parameters on one device of each kind of layer, and of each stage, all and trained, and the bytes
+        of each stage's frozen weights."""
+        model, layout, h, last = self.model, self.layout, self.model.hidden, len(self.layers) - 1
+        self.layer_parameters: list[float] = []
+        for layer in self.layer_kinds:
+            router = h * layer.experts if layer.experts > 1 else 0
+            dense = layer.mixer + 3 * h * layer.shared + layer.norms * h + layer.other + router
+            shared_by = layout.expert if layer.experts > 1 else 1
+            self.layer_parameters.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / layout.tensor)
+        words, self.stage_parameters = h * model.vocab, list[float]()
+        for stage, counts in enumerate(self.counts.tolist()):
+            layers = sum(map(operator.mul, counts, self.layer_parameters))
+            ends: float = (1 if model.tied and last == 0 else (stage == 0) + (stage == last)) * words
+            if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
+                ends = (stage < self.num_ranks) * ((2 - model.tied) * words / self.num_ranks)
+            self.stage_parameters.append(layers + ends / layout.tensor)
+        self.trained_parameters, self.frozen_bytes = self.stage_parameters, [0.0] * len(self.layers)
+        if self._is_frozen:
+            adapters = [layout.lora * self._adapted(layer) / layout.tensor for layer in self.layer_kinds]
+            self.trained_parameters = [float(sum(map(operator.mul, own, adapters))) for own in self.counts.tolist()]
+            scale = 0.5 * (layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
+            self.frozen_bytes = [n * (self._weight_bits + scale) / 8 for n in self.stage_parameters]
 
     # -- seconds
 
@@ -143,7 +168,7 @@ class ByParts:
             each = each + 2 * numbers * hw.element_bytes * tokens / hw.bandwidth
         return PassSeconds(forward + each, back + each, each, back + each + each, forward + each)
 
-    def _adapted(self, layer: Layer) -> int:
+    def _adapted(self, layer: Layer) -> Any:
         """Returns how many numbers of a token the matrices with adapters read and write: all but those of experts."""
         h, ffn = self.model.hidden, layer.ffn if layer.experts == 1 else layer.shared
         of_mixer = (4 if layer.heads else 2) * h + layer.inner + layer.outer
@@ -187,6 +212,16 @@ class ByParts:
         unit = 0.0 * self.first + 0.0 * span.tokens
         return {name: each / self.num_ranks + self.hardware.unit_overhead + unit for name, each in whole.items()}
 
+    @cached_property
+    def optimizer_seconds(self) -> list[float]:
+        """Seconds of each stage for the exposed part of the gradients' reduction, and for the optimizer."""
+        hw, d = self.hardware, self.layout.data
+        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
+        rate = hw.link(d * self.devices * self.num_ranks)
+        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
+        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
+        return [of_parameter * parameters for parameters in self.trained_parameters]
+
     # -- bytes
 
     def held(self, tokens: Any) -> tuple[Any, Any, Any]:
@@ -212,52 +247,12 @@ class ByParts:
         keys, gradients = (reduce(operator.add, each) for each in zip(*sizes, strict=True))
         return keys, gradients
 
-    @cached_property
-    def stage_parameters(self) -> list[float]:
-        """Parameters on one device of each stage, by stage."""
-        m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
-        words = m.hidden * m.vocab
-        for stage, counts in enumerate(self.counts.tolist()):
-            layers = sum(map(operator.mul, counts, self.layer_parameters))
-            ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
-            if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
-                found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
-            else:
-                found.append(layers + ends * words / tensor)
-        return found
-
-    @cached_property
-    def trained_parameters(self) -> list[float]:
-        """Trained parameters on one device of each stage, by stage."""
-        if not self._is_frozen:
-            return self.stage_parameters
-        of_kinds = [self.layout.lora * self._adapted(layer) / self.layout.tensor for layer in self.layer_kinds]
-        return [float(sum(map(operator.mul, counts, of_kinds))) for counts in self.counts.tolist()]
-
-    @cached_property
-    def frozen_bytes(self) -> list[float]:
-        """Bytes of the frozen weights on one device of each stage, by stage."""
-        scale = 0.5 * (self.layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
-        bits = self._weight_bits + scale
-        return [n * bits / 8 * self._is_frozen for n in self.stage_parameters]
-
-    @cached_property
-    def layer_parameters(self) -> list[float]:
-        """Parameters of one layer on one device, by kind of layer."""
-        h, found = self.model.hidden, []
-        for layer in self.layer_kinds:
-            router = h * layer.experts if layer.experts > 1 else 0
-            dense = layer.mixer + 3 * h * layer.shared + layer.norms * h + layer.other + router
-            shared_by = self.layout.expert if layer.experts > 1 else 1
-            found.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / self.layout.tensor)
-        return found
-
-    def logits(self, tokens: int) -> float:
+    def logits(self, tokens: Any) -> Any:
         """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
         words = self.model.vocab / self.devices
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
-    @property
+    @cached_property
     def _stage_bytes(self) -> list[Any]:
         """Bytes of all layers, arrays [stage], per token: saved activations; the part that W reads; additions of I
         for W, namely gradients of q, k, v, gate, up and two outputs, and recomputed inputs. The fourth number is per
@@ -283,7 +278,7 @@ class ByParts:
         h, e = self.model.hidden, self.hardware.element_bytes
         if inside == "full":
             return e * h
-        saved = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
+        saved: float = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
         if inside == "none":
             saved += e * (2 + self._has_w) * layer.ffn
         if layer.experts > 1:
@@ -297,8 +292,8 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
     model.flops(0, seq_len)  # raises unless shape and length are sound
     if num_stages < 1 or num_stages > model.layers:
         raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
-    for name in ("tensor", "context", "expert", "data"):
-        whole(name, getattr(layout, name), 1)
+    for name, least in {"tensor": 1, "context": 1, "expert": 1, "data": 1, "lora": 0}.items():
+        whole(name, getattr(layout, name), least)
     layers, _ = layers_of(model)
     if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
         raise ValueError(
@@ -323,8 +318,6 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
             f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
             f"that sum to the model's {model.layers}"
         )
-    if layout.lora < 0:
-        raise ValueError(f"lora is {layout.lora}, must be at least 0, the rank of the adapters")
     if layout.weight_bits is not None and (layout.weight_bits not in (4, 8, 16) or not layout.is_frozen):
         raise ValueError(
             f"weight_bits is {layout.weight_bits}, must be 4, 8 or 16, of frozen weights: give frozen or lora"

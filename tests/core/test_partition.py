@@ -222,7 +222,7 @@ def test_not_a_number() -> None:
         ([4, 0, 4], "segment 1 has 0 tokens, must have at least 1"),
         ([4, -1, 5], "segment 1 has -1 tokens"),
         ([4, 3], "segment sizes sum to 7, the sequence has 8 tokens"),
-        ([4, 3, 2, 1], "segments 0..2 hold more than the 8 tokens"),
+        ([4, 3, 2, 1], "segment sizes sum to 10, the sequence has 8 tokens"),
         ([1 << 63, 1], "sizes holds a number that is too large: 9223372036854775808"),
         ([], "there are 0 segment sizes"),
     ],

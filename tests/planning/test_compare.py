@@ -11,11 +11,11 @@ import pytest
 from core_extension import instructions_of
 
 from seq1f1b import _C, build_schedule, schedules
+from seq1f1b.families import families_named
 from seq1f1b.plan import Layout
 from seq1f1b.planning.compare import FamilyRow, compare
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware, load_model
-from seq1f1b.planning.orders import families_named
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
 
