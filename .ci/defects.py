@@ -60,7 +60,7 @@ ROOMS = {
     "seq1f1b/view": ("tests/view", ""),
     "seq1f1b/cli": ("tests/front tests/planning", ""),
     "seq1f1b/launcher.py": ("tests/transport", ""),
-    "seq1f1b": ("tests/core tests/model tests/front tests/planning", ""),
+    "seq1f1b": ("tests/core tests/model tests/view tests/checks tests/front tests/planning", ""),
 }
 
 
