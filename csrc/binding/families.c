@@ -34,8 +34,8 @@ S1F_METHOD(PyObject *, schedule_families)
 
 /* -- building ------------------------------------------------------------------------------------------------------ */
 
-/* From a tuple in the order of the table: numbers, or arrays that Python makes as long as the core reads, which the tuple
- * keeps. */
+/* From a tuple in the order of the table: numbers, or arrays that Python makes as long as the core reads. The tuple
+ * keeps the arrays. */
 static int read_options(PyObject *tuple, s1f_options *options)
 {
     int is_read = PyTuple_Check(tuple) && s1f_require_count("options", PyTuple_Size(tuple), S1F_NUM_OPTIONS);

@@ -37,8 +37,8 @@ _Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end); /* the sender counts the
  *     begin_step   number: the step; bytes: the payload that a place holds
  *     post         receiver: message `number` is to be received into this place
  *     send         sender: message `number` is to be sent from this place, with so many bytes of payload
- * Called by the thread of the end, without the GIL; must not block on the peer: completion comes by s1f_relay_done, from
- * any thread. */
+ * Called by the thread of the end, without the GIL; must not block on the peer: completion comes by s1f_relay_done,
+ * from any thread. */
 typedef s1f_status s1f_relay(void *context, const char *event, int64_t number, void *place, int64_t bytes);
 
 /* For an end that is new. context is borrowed, and must outlive the end. */

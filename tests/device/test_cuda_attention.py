@@ -23,6 +23,7 @@ from torch import Tensor
 
 import seq1f1b
 import seq1f1b.engine.runner
+import seq1f1b.engine.set_up
 import seq1f1b.transport
 from seq1f1b.attention.causal import causal_attention, layer_handle
 from seq1f1b.device import attention_parts, attention_ways, cuda_attention, kernel_library
@@ -316,7 +317,7 @@ def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
 
 def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a step makes or is given is on the stages' device: torch refuses to mix the CPU with the meta device."""
-    monkeypatch.setattr(seq1f1b.engine.runner, "common_device", lambda modules: torch.device("meta"))
+    monkeypatch.setattr(seq1f1b.engine.set_up, "common_device", lambda modules: torch.device("meta"))
     monkeypatch.setattr(seq1f1b.engine.runner, "step_on", lambda device: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no meta device
     config = Config(kv_heads=2)

@@ -54,7 +54,7 @@ def test_the_engine_refuses_what_the_table_does(row: tuple[str, ...], asked: Any
         made.step(torch.ones(2, 4, 2), target=torch.zeros(2, 4, 2))
         made.close()
     if one_gpu == "refused":
-        monkeypatch.setattr("seq1f1b.engine.runner.common_device", lambda modules: torch.device("cuda", 0))
+        monkeypatch.setattr("seq1f1b.engine.set_up.common_device", lambda modules: torch.device("cuda", 0))
         with pytest.raises(ValueError, match=r"this one is on cuda:0: give Memory\(offload=seq1f1b\.HOST\)"):
             engine(**asked)
 
