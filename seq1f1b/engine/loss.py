@@ -37,7 +37,9 @@ class ToLoss:
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_fn: Any = step.stage.loss_fn
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
-        self._loss_look = above("look at a loss")(weighting) if batch.targets is not None and batch.is_new else None
+        self._loss_look: Any = None
+        if batch.targets is not None and batch.is_new:
+            self._loss_look = above("look at a loss")(weighting)
         self.divides = batch.arguments.divides  # whether the loss comes with a divisor; None before the first result
         self.divisors: dict[int, Tensor | float] = {}  # by cell
         self.constants: dict[int, Tensor] = {}  # by cell, sums without gradient: 0 as their divisors, as a read checks

@@ -31,9 +31,13 @@ class VocabularyShard(nn.Module):
         if vocab < self.num_ranks or hidden < 1:
             raise ValueError(f"a vocabulary of {vocab} rows of {hidden} has none for each of {self.num_ranks} ranks")
         self.hidden, self.vocab, self.name = hidden, vocab, name
-        base, more = divmod(vocab, self.num_ranks)
-        self.shard_sizes = [base + (i < more) for i in range(self.num_ranks)]  # rows on each rank
         self.first_row = sum(self.shard_sizes[: self.rank])
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """The number of rows on each rank."""
+        base, more = divmod(self.vocab, self.num_ranks)
+        return [base + (rank < more) for rank in range(self.num_ranks)]
 
     def _add_layer(self, layer: nn.Module) -> None:
         """Adds the layer under its name in the unsplit model, which may be a path."""
