@@ -96,11 +96,8 @@ class Pipeline(OfOneProcess):
         self.modules = dict(zip(stages, modules, strict=True))  # by stage
         self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
         for shard in (options.head, options.embedding_shard):
-            if shard is not None and (shard.rank, shard.num_ranks) != (self.rank, self.num_ranks):
-                raise ValueError(
-                    f"the {type(shard).__name__} holds shard {shard.rank} of {shard.num_ranks}, on rank {self.rank} of "
-                    f"{self.num_ranks} of the pipeline: make it with rank={self.rank}, num_ranks={self.num_ranks}"
-                )
+            if shard is not None:
+                shard.check_place(self.rank, self.num_ranks)
         self.parallels: dict[int, Any] = {}  # Ddp or Fsdp of the rank's modules that are wrapped, by id
         for place, module in self.placed_modules():
             check_parts(place, module)

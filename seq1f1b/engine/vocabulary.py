@@ -74,6 +74,14 @@ class VocabularyShard(nn.Module):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
         self.layer.get_parameter("weight").copy_(weight[self.rows])
 
+    def check_place(self, rank: int, num_ranks: int) -> None:
+        """Raises unless the shard belongs to the rank of a pipeline."""
+        if (self.rank, self.num_ranks) != (rank, num_ranks):
+            raise ValueError(
+                f"the {type(self).__name__} holds shard {self.rank} of {self.num_ranks}, on rank {rank} of {num_ranks} "
+                f"of the pipeline: make it with rank={rank}, num_ranks={num_ranks}"
+            )
+
 
 class VocabularyParallelHead(VocabularyShard):
     """The output layer of a language model and its cross entropy, with a shard of the vocabulary on each rank.
