@@ -126,7 +126,9 @@ def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
         raise ValueError(f"model layers is {model.layers}, must be at most {MOST_LAYERS}")
     layers, pattern = list[Layer](), model.pattern or (0,)
     for kind in model.kinds or (LayerKind(),):
-        own = model._asdict() | {name: value for name, value in kind._asdict().items() if value is not None}
+        own: dict[str, Any] = model._asdict() | {
+            name: value for name, value in kind._asdict().items() if value is not None
+        }
         heads, size = own["heads"], own["head_dim"] or model.hidden // model.heads
         of_values = own.get("value_dim", size)
         queries, values, keys = heads * size, heads * of_values, own["kv_heads"] * (size + of_values) if heads else 0

@@ -132,7 +132,7 @@ def measure_stage(
         feeds = any(x.requires_grad for x in inputs)
         modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
         device = inputs[0].device
-        counts = {"num_ranks": 1, "num_microbatches": 1, "stages_per_rank": len(modules)}
+        counts: Any = {"num_ranks": 1, "num_microbatches": 1, "stages_per_rank": len(modules)}
         (order,) = build_schedule("breadth-first", num_segments=k, **counts).ranks
         kinds = {"B": "IW"} if way == "split" else {}
 

@@ -38,8 +38,8 @@ class Replicas:
         self.pipeline = self._copies = None
         if count > 1:
             ranks = torch.arange(self.num_ranks, device="cpu").view(count, -1)  # by pipeline and stage
-            self.pipeline, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-            self._copies, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+            make: Any = dist.new_subgroups_by_enumeration  # of these groups every process gets its own
+            (self.pipeline, _), (self._copies, _) = make(ranks.tolist()), make(ranks.T.tolist())
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all processes, by rank. Collective; a peer's value is never executed, only data."""
