@@ -530,11 +530,10 @@ class Schedule:
             **found,
         )
 
-    def _peaks(self, memory: StepMemory, links: Links) -> list[list[int]]:
+    def _peaks(self, memory: StepMemory, links: Links) -> Any:
         """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
         found = _C.program_memory(self._lowered, held_bytes(self, memory, links)).cast("B")
-        shape: Any = (self.num_ranks, len(_C.HOLDINGS) + 3)
-        rows: list[list[int]] = found.cast("q", shape).tolist()
+        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3)).tolist()
         self._peak = tuple(row[0] for row in rows)  # does not depend on costs and bytes
         return rows
 
