@@ -37,30 +37,36 @@ SWAPS = [
 ]  # fmt: skip
 IN_C = {"False": "false", "True": "true"}
 QUICK = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", "120")
-# The tests of each room, by the first words of a path: arguments of pytest, and programs of tests/c.
+# The tests of each room, by the first words of a path: a folder, of which those files are run whose names share a word
+# with the defect's; files that are always run, after these; and programs of tests/c, which run first.
+ENGINE = "tests/engine/test_engine.py tests/engine/test_random_steps.py tests/engine/test_bad_input.py"
+ORDERS = "tests/core tests/schedules/test_pinned_orders.py tests/schedules/test_families.py"
 ROOMS = {
-    "csrc/core": ("tests/core tests/schedules", "test_schedule test_partition"),
-    "csrc/schedules": ("tests/schedules tests/core", ""),
-    "csrc/model": ("tests/model tests/core tests/schedules", ""),
-    "csrc/run": ("tests/engine tests/attention tests/transport", "test_executor test_kv_cache test_p2p"),
-    "csrc/device": ("tests/device", "test_device_end"),
-    "csrc/torch": ("tests/attention tests/engine", ""),
-    "csrc/binding": ("tests/core tests/model tests/front tests/attention tests/engine", ""),
-    "kernels": ("tests/kernels tests/attention", "test_attention"),
-    "seq1f1b/engine": ("tests/engine", ""),
-    "seq1f1b/attention": ("tests/attention tests/engine", ""),
-    "seq1f1b/transport": ("tests/transport tests/engine", ""),
-    "seq1f1b/device": ("tests/device", ""),
-    "seq1f1b/checks": ("tests/checks tests/engine tests/adapters", ""),
-    "seq1f1b/report": ("tests/report", ""),
-    "seq1f1b/documents": ("tests/documents", ""),
-    "seq1f1b/adapters": ("tests/adapters", ""),
-    "seq1f1b/transformers": ("tests/hf", ""),
-    "seq1f1b/planning": ("tests/planning", ""),
-    "seq1f1b/view": ("tests/view", ""),
-    "seq1f1b/cli": ("tests/front tests/planning", ""),
-    "seq1f1b/launcher.py": ("tests/transport", ""),
-    "seq1f1b": ("tests/core tests/model tests/view tests/checks tests/front tests/planning", ""),
+    "csrc/core": ("tests/core", ORDERS, "test_schedule test_partition"),
+    "csrc/schedules": ("tests/schedules", f"{ORDERS} tests/schedules/test_auto.py", ""),
+    "csrc/model": ("tests/model", "tests/model tests/core/test_fit.py", ""),
+    "csrc/run": (
+        "tests/engine",
+        "tests/engine/test_executor.py tests/attention/test_kv_cache.py tests/transport/test_transport.py",
+        "test_executor test_kv_cache test_p2p",
+    ),
+    "csrc/device": ("tests/device", "tests/device/test_edges.py tests/device/test_gpu_errors.py", "test_device_end"),
+    "csrc/torch": ("tests/attention", "tests/attention", ""),
+    "csrc/binding": ("tests/core", "tests/core tests/model tests/engine/test_executor.py tests/attention", ""),
+    "kernels": ("tests/kernels", "tests/kernels tests/attention/test_attention.py", "test_attention"),
+    "seq1f1b/engine": ("tests/engine", ENGINE, ""),
+    "seq1f1b/attention": ("tests/attention", f"tests/attention {ENGINE}", ""),
+    "seq1f1b/transport": ("tests/transport", "tests/transport tests/engine/test_failures.py", ""),
+    "seq1f1b/device": ("tests/device", "tests/device", ""),
+    "seq1f1b/checks": ("tests/checks", "tests/checks", ""),
+    "seq1f1b/report": ("tests/report", "tests/report", ""),
+    "seq1f1b/documents": ("tests/documents", "tests/documents", ""),
+    "seq1f1b/adapters": ("tests/adapters", "tests/adapters", ""),
+    "seq1f1b/transformers": ("tests/hf", "tests/hf", ""),
+    "seq1f1b/planning": ("tests/planning", "tests/planning", ""),
+    "seq1f1b/view": ("tests/view", "tests/view", ""),
+    "seq1f1b/cli": ("tests/front", "tests/front/test_command_line.py", ""),
+    "seq1f1b": ("tests", "tests/core tests/model tests/view tests/checks tests/front", ""),
 }
 
 
@@ -145,13 +151,11 @@ def plant(arguments: argparse.Namespace) -> int:
 
 
 def tests_of(file: str, tree: Path) -> list[list[str]]:
-    """Returns the commands that run the tests of a file's room, those first whose names share a word with the file."""
-    tests, programs = ROOMS[max((room for room in ROOMS if file.startswith(room)), key=len)]
-    words = set(re.split(r"[_/.]", file)) - {"seq1f1b", "csrc", "c", "h", "py", "test"}
-    files = [
-        str(path.relative_to(tree)) for folder in tests.split() for path in sorted((tree / folder).rglob("test_*.py"))
-    ]
-    files.sort(key=lambda name: -len(words & set(re.split(r"[_/.]", name.rsplit("/", 1)[1]))))
+    """Returns the commands that run the tests for a defect in a file."""
+    folder, always, programs = ROOMS[max((room for room in ROOMS if file.startswith(room)), key=len)]
+    words = set(re.split(r"[_/.]", file)) - {"seq1f1b", "csrc", "engine", "c", "h", "py"}
+    named = [path for path in sorted((tree / folder).rglob("test_*.py")) if words & set(re.split(r"[_/.]", path.name))]
+    files = dict.fromkeys([*(str(path.relative_to(tree)) for path in named), *always.split()])
     commands = [[sys.executable, "tests/c/run.py", "sanitize", *programs.split()]] if programs else []
     return [*commands, [sys.executable, "-m", "pytest", *QUICK, *files]]
 
