@@ -180,6 +180,7 @@ def try_all(arguments: argparse.Namespace) -> int:
     if arguments.tests:
         named.append([sys.executable, "-m", "pytest", *QUICK, *arguments.tests.split()])
     found = tried = 0
+    is_stale = False  # whether the extension is built with the defect before
     with tempfile.TemporaryDirectory(prefix="seq1f1b-defects-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(arguments.tree, tree, ignore=shutil.ignore_patterns(".git", "__pycache__"))
@@ -193,13 +194,12 @@ def try_all(arguments: argparse.Namespace) -> int:
                 continue
             file.write_text(changed(defect, text), encoding="utf-8")
             in_c = file.suffix != ".py"
-            if in_c and not run(build, tree, 600):
+            if (in_c or is_stale) and not run(build, tree, 600):
                 raise SystemExit(f"does not build: {defect}")
+            is_stale = in_c  # the next defect's build takes this one away
             commands = named or tests_of(defect["file"], tree)
             seen = not all(run(command, tree, arguments.seconds) for command in (commands if in_c else commands[-1:]))
             file.write_text(text, encoding="utf-8")
-            if in_c:
-                run(build, tree, 600)
             found, tried = found + seen, tried + 1
             verdict = "found" if seen else "LIVES"
             print(f"{verdict:7} {defect['file']}: {defect['line'].strip()} -> {defect['instead'].strip()}", flush=True)
