@@ -1,6 +1,8 @@
 /* device_places.c - memory of the places of an edge between GPUs, and a message's way through host memory. */
 #include "device_end.h"
 
+#include "../core/pool.h"
+
 #include <stdlib.h>
 
 /* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
@@ -10,11 +12,9 @@ static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 /* The sender may have it open, and a tensor may lie there. */
 static s1f_status retire_memory(s1f_device_end *end, s1f_device_place *place)
 {
-    s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
-    if (grown == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
-    end->retired = grown;
-    grown[end->num_retired++] = place->address;
+    S1F_TRY(s1f_array_grow(&end->retired, &end->num_retired, end->num_retired + 1, sizeof *end->retired,
+                           "memories that places outgrew"));
+    end->retired[end->num_retired - 1] = place->address;
     place->capacity = 0;
     return S1F_OK;
 }
