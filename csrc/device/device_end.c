@@ -83,16 +83,6 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
     return S1F_OK;
 }
 
-/* Seen by the watchdog from here on. */
-static s1f_status end_transfer(s1f_device_end *end)
-{
-    S1F_TRY(enter(end));
-    s1f_status status = S1F_CU(end->device->driver, event_record, end->transfers[end->started].done, end->stream);
-    if (status == S1F_OK)
-        end->started++;
-    return leave(end, status);
-}
-
 /* The mover's last call: 1 is enqueued, 0 not yet, -1 has failed or is aborted. */
 static int settled(s1f_device_end *end)
 {
@@ -231,7 +221,11 @@ static s1f_status move_message(s1f_device_end *end, int64_t sequence, int32_t nu
     S1F_TRY(enter(end));
     S1F_TRY(leave(end, start(end, number, message, tensors)));
     S1F_TRY(s1f_device_end_settle(end, tensors != NULL ? "starting to send" : "starting to receive", sequence));
-    return end_transfer(end);
+    S1F_TRY(enter(end));
+    s1f_status status = S1F_CU(end->device->driver, event_record, end->transfers[end->started].done, end->stream);
+    if (status == S1F_OK)
+        end->started++; /* the watchdog sees the transfer from here on */
+    return leave(end, status);
 }
 
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
