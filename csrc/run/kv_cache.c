@@ -3,7 +3,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum {
     /* Tokens of a sequence whose slabs give rows back, and the scratch all of it. Attention costs a row as many keys as
