@@ -35,14 +35,12 @@ MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", "1")]
 DEBUG = ["-UNDEBUG", "-DS1F_POISON"]  # assertions; memory that a reader has given back is filled with NaN
 LIBRARIES = ["m", "dl", "pthread"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
-# One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
-INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
-    "x86_64": {
-        "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
-        "_avx512.c": AVX512,
-        "_avx512bf16.c": [*AVX512, "-mavx512bf16"],
-    },
-    "aarch64": {"_neon.c": []},
+# One source per micro-kernel, compiled for one machine and instruction set by its file name; chosen at run time.
+INSTRUCTION_SETS: dict[str, tuple[str, list[str]]] = {
+    "_avx2.c": ("x86_64", ["-mavx2", "-mfma", "-mf16c"]),
+    "_avx512.c": ("x86_64", AVX512),
+    "_avx512bf16.c": ("x86_64", [*AVX512, "-mavx512bf16"]),
+    "_neon.c": ("aarch64", []),
 }
 
 ROOT = Path(__file__).resolve().parent
@@ -61,25 +59,23 @@ def switch(name: str) -> bool:
 
 
 def compile_and_link_flags() -> tuple[list[str], list[str]]:
-    compile_flags, link_flags = list(FLAGS), []
+    compile_flags, both = list(FLAGS), []
     if switch("SEQ1F1B_DEBUG"):
         compile_flags += ["-O0", "-g", *DEBUG]
     else:
         compile_flags += ["-O1" if switch("SEQ1F1B_SANITIZE") else "-O3", "-g1"]
     if switch("SEQ1F1B_SANITIZE"):
-        compile_flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
-        link_flags += ["-fsanitize=address,undefined"]
+        compile_flags += ["-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        both += ["-fsanitize=address,undefined"]
     if switch("SEQ1F1B_COVERAGE"):
-        compile_flags += ["--coverage"]
-        link_flags += ["--coverage"]
+        both += ["--coverage"]
     if switch("SEQ1F1B_WERROR"):
         compile_flags += ["-Werror"]
-    return compile_flags, link_flags
+    return compile_flags + both, both
 
 
 def instruction_set_flags(source: str) -> list[str]:
-    sets = {suffix: flags for of_machine in INSTRUCTION_SETS.values() for suffix, flags in of_machine.items()}
-    return next((flags for suffix, flags in sets.items() if source.endswith(suffix)), [])
+    return next((flags for suffix, (_, flags) in INSTRUCTION_SETS.items() if source.endswith(suffix)), [])
 
 
 # -- CUDA kernels ----------------------------------------------------------------------------------------------------
@@ -93,16 +89,6 @@ def find_nvcc() -> str | None:
 
 def cuda_sources() -> list[str]:
     return sorted(glob("kernels/cuda/*.cu", root_dir=ROOT))
-
-
-def nvcc_flags(source: str, version: str, werror: bool) -> list[str]:
-    texts = {"COMPILER": version, "ARCHITECTURES": " ".join(CUDA_ARCHITECTURES)}
-    flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(CUDA_ARCHITECTURES)), *CODE_FLAGS]
-    flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
-    flags.append(f"-frandom-seed={Path(source).stem}")  # for names of symbols, so that two builds are alike
-    if werror:
-        flags += ["-Werror", "all-warnings", "-Xptxas", "-Werror"]
-    return flags
 
 
 def build_cuda_library(sources: list[str], library: Path, work: Path, werror: bool = True) -> dict[str, str]:
@@ -119,10 +105,16 @@ def build_cuda_library(sources: list[str], library: Path, work: Path, werror: bo
         return done.stdout
 
     version = re.findall(r"V(\d+\.\d+\.\d+)", run(nvcc, "--version"))[0]
+    texts = {"COMPILER": version, "ARCHITECTURES": " ".join(CUDA_ARCHITECTURES)}
+    flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(CUDA_ARCHITECTURES)), *CODE_FLAGS]
+    flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
+    if werror:
+        flags += ["-Werror", "all-warnings", "-Xptxas", "-Werror"]
     objects = {source: str(work / f"{Path(source).stem}.cu.o") for source in sources}
 
     def compile_one(source: str) -> str:
-        return run(nvcc, *nvcc_flags(source, version, werror), "-c", str(ROOT / source), "-o", objects[source])
+        seed = f"-frandom-seed={Path(source).stem}"  # for names of symbols, so that two builds are alike
+        return run(nvcc, *flags, seed, "-c", str(ROOT / source), "-o", objects[source])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = dict(zip(sources, pool.map(compile_one, sources), strict=True))
@@ -187,7 +179,7 @@ class BuildExt(build_ext):
 
 def sources(machine: str = sysconfig.get_platform().rpartition("-")[2]) -> list[str]:
     files = sorted(glob("csrc/**/*.c", recursive=True) + glob("kernels/*.c"))
-    foreign = [suffix for other, sets in INSTRUCTION_SETS.items() if other != machine for suffix in sets]
+    foreign = [suffix for suffix, (other, _) in INSTRUCTION_SETS.items() if other != machine]
     return [name for name in files if not name.endswith(tuple(foreign))]
 
 

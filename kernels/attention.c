@@ -44,21 +44,15 @@ static const s1f_attention_kernels *find(const char *name)
     return NULL;
 }
 
-#if defined(__x86_64__)
-/* Dot products of bf16 run at twice the rate of fp32 ones on some machines and at half of it on others. */
-static int bf16_products_are_faster(void)
-{
-    s1f_rates rates = s1f_measure_rates(0.001);
-    return rates.bf16 > 1.2 * rates.fma;
-}
-#endif
-
 static const s1f_attention_kernels *fastest(void)
 {
     const s1f_attention_kernels *kernels = find(NULL);
 #if defined(__x86_64__)
-    if (kernels == &s1f_attention_avx512bf16 && !bf16_products_are_faster())
-        kernels = &s1f_attention_avx512;
+    /* Dot products of bf16 run at twice the rate of fp32 ones on some machines and at half of it on others. */
+    if (kernels == &s1f_attention_avx512bf16) {
+        s1f_rates rates = s1f_measure_rates(0.001);
+        kernels = rates.bf16 > 1.2 * rates.fma ? kernels : &s1f_attention_avx512;
+    }
 #endif
     return kernels;
 }

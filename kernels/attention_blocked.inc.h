@@ -80,10 +80,7 @@ static void run_tasks(attention_job *job, const s1f_attention_context *context, 
     job->body = body;
     job->num_tasks = num_tasks;
     job->next_task = &next_task;
-    if (context && context->parallel_for)
-        context->parallel_for(0, s1f_min(job->workers, num_tasks), 1, work, job);
-    else
-        work(0, 1, job);
+    s1f_run(context, s1f_min(job->workers, num_tasks), work, job);
 }
 
 static int32_t threads_of(const s1f_attention_context *context)

@@ -83,21 +83,16 @@ ALWAYS_INLINE void multiply_tile(float *c, int64_t c_row, const operand *a, int6
             VEC_STORE(c + r * c_row + v * VEC_LANES, sums[r][v]);
 }
 
-#if TILE_VECS == 4
+/* TILE_VECS is 2 or 4. */
 #define BY_WIDTH(vecs, call)                                                                                           \
-    switch (vecs) {                                                                                                    \
-    case 1: call(1); break;                                                                                            \
-    case 2: call(2); break;                                                                                            \
-    case 3: call(3); break;                                                                                            \
-    default: call(4); break;                                                                                           \
-    }
-#elif TILE_VECS == 2
-#define BY_WIDTH(vecs, call)                                                                                           \
-    switch (vecs) {                                                                                                    \
-    case 1: call(1); break;                                                                                            \
-    default: call(2); break;                                                                                           \
-    }
-#endif
+    if (vecs == 1)                                                                                                     \
+        call(1);                                                                                                       \
+    else if (TILE_VECS == 4 && vecs == 2)                                                                              \
+        call(2);                                                                                                       \
+    else if (TILE_VECS == 4 && vecs == 3)                                                                              \
+        call(3);                                                                                                       \
+    else                                                                                                               \
+        call(TILE_VECS);
 
 /* C = A B over the first `columns` of a packed panel: at most all, rounded up to whole vectors, none if below 1. */
 static void multiply_panel(float *c, int64_t c_row, const operand *a, int64_t a_row, const operand *b, int64_t depth,

@@ -8,25 +8,6 @@
  * What lies beyond the given rows and columns becomes zero. fp32 operands take any dtype, and there rows and across are
  * the same; pairs of bf16 take bf16 as it is. */
 
-#if !OPERAND_PAIRS
-static void widen_row(int32_t dtype, const void *x, int64_t ix, int64_t n, float *row, int64_t dim)
-{
-    if (dtype == S1F_FLOAT32) {
-        memcpy(row, (const float *)x + ix, (size_t)n * sizeof *row);
-    } else if (dtype == S1F_BFLOAT16) {
-        const uint16_t *from = (const uint16_t *)x + ix;
-        for (int64_t c = 0; c < n; c++)
-            row[c] = s1f_from_bf16(from[c]);
-    } else {
-        const uint16_t *from = (const uint16_t *)x + ix;
-        for (int64_t c = 0; c < n; c++)
-            row[c] = s1f_from_fp16(from[c]);
-    }
-    for (int64_t c = n; c < dim; c++)
-        row[c] = 0;
-}
-#endif
-
 static void narrow_row(int32_t dtype, void *x, int64_t ix, int64_t n, float factor, const float *row)
 {
     if (dtype == S1F_FLOAT32)
@@ -89,16 +70,25 @@ static void fetch_rows(const source_rows *rows)
 
 static void pack_row(const source_rows *from, int64_t row, operand *to, int64_t dim)
 {
+    int64_t at = element_of(from, row), n = from->n;
+    const uint16_t *halves = (const uint16_t *)from->x + at;
 #if OPERAND_PAIRS
-    const uint16_t *x = (const uint16_t *)from->x + element_of(from, row);
     uint16_t *elements = (uint16_t *)(void *)to;
-    for (int64_t c = 0; c < from->n; c++)
-        elements[c] = x[c];
-    for (int64_t c = from->n; c < dim; c++)
-        elements[c] = 0;
+    for (int64_t c = 0; c < n; c++)
+        elements[c] = halves[c];
 #else
-    widen_row(from->dtype, from->x, element_of(from, row), from->n, to, dim);
+    float *elements = to;
+    if (from->dtype == S1F_FLOAT32)
+        memcpy(to, (const float *)from->x + at, (size_t)n * sizeof *to);
+    else if (from->dtype == S1F_BFLOAT16)
+        for (int64_t c = 0; c < n; c++)
+            to[c] = s1f_from_bf16(halves[c]);
+    else
+        for (int64_t c = 0; c < n; c++)
+            to[c] = s1f_from_fp16(halves[c]);
 #endif
+    for (int64_t c = n; c < dim; c++)
+        elements[c] = 0;
 }
 
 static void pack_rows(const source_rows *from, int64_t padded, int64_t dim, operand *rows)

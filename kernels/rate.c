@@ -57,24 +57,19 @@ static void portable_fma(void)
     __asm__ volatile("" : : "m"(sums));
 }
 
-static rate_loop fma_loop(void)
+/* Those of fp32 and of bf16, whose slice is NULL if the machine lacks it. */
+static void find_loops(rate_loop *fma, rate_loop *bf16)
 {
+    *fma = (rate_loop){portable_fma, 2 * 4 * NUM_VEC_SUMS};
+    *bf16 = (rate_loop){NULL, 0};
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f"))
-        return (rate_loop){avx512_fma, 2 * 16 * NUM_SUMS};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return (rate_loop){avx2_fma, 2 * 8 * NUM_SUMS};
-#endif
-    return (rate_loop){portable_fma, 2 * 4 * NUM_VEC_SUMS};
-}
-
-static rate_loop bf16_loop(void)
-{
-#if defined(__x86_64__)
+        *fma = (rate_loop){avx512_fma, 2 * 16 * NUM_SUMS};
+    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        *fma = (rate_loop){avx2_fma, 2 * 8 * NUM_SUMS};
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16"))
-        return (rate_loop){avx512_bf16, 2 * 32 * NUM_SUMS};
+        *bf16 = (rate_loop){avx512_bf16, 2 * 32 * NUM_SUMS};
 #endif
-    return (rate_loop){NULL, 0};
 }
 
 static double now(void)
@@ -88,7 +83,8 @@ static double now(void)
  * first ones also wake the wide units: they are slow and do not count. */
 s1f_rates s1f_measure_rates(double seconds)
 {
-    rate_loop loops[] = {fma_loop(), bf16_loop()};
+    rate_loop loops[2];
+    find_loops(&loops[0], &loops[1]);
     double shortest[] = {INFINITY, INFINITY}, begin = now(), end = begin;
     do {
         for (int i = 0; i < 2; i++) {

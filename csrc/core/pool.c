@@ -1,8 +1,9 @@
-/* pool.c - a list of blocks. */
+/* pool.c - a list of blocks; and an array that grows. */
 #include "pool.h"
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct s1f_pool_block {
     struct s1f_pool_block *next;
@@ -34,4 +35,19 @@ void s1f_pool_free(s1f_pool *pool)
         free(pool->blocks);
         pool->blocks = next;
     }
+}
+
+s1f_status s1f_array_grow(void *array, int64_t *count, int64_t wanted, size_t element_bytes, const char *what)
+{
+    char *memory;
+    if (wanted <= *count)
+        return S1F_OK;
+    memcpy(&memory, array, sizeof memory); /* as the pointer's own type is not known */
+    memory = realloc(memory, (size_t)wanted * element_bytes);
+    if (memory == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld %s", (long long)wanted, what);
+    memset(memory + (size_t)*count * element_bytes, 0, (size_t)(wanted - *count) * element_bytes);
+    memcpy(array, &memory, sizeof memory);
+    *count = wanted;
+    return S1F_OK;
 }

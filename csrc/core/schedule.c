@@ -106,14 +106,9 @@ s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule *
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
 {
     order *own = &schedule->orders[schedule->shape.rank_of_stage[unit.stage]];
-    if (own->count == own->capacity) {
-        int64_t capacity = own->capacity == 0 ? 64 : 2 * own->capacity;
-        s1f_unit *units = realloc(own->units, (size_t)capacity * sizeof *units);
-        if (units == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
-        own->units = units;
-        own->capacity = capacity;
-    }
+    if (own->count == own->capacity)
+        S1F_TRY(s1f_array_grow(&own->units, &own->capacity, own->capacity == 0 ? 64 : 2 * own->capacity,
+                               sizeof *own->units, "units of one rank"));
     own->units[own->count++] = unit;
     schedule->num_units++;
     schedule->passes |= 1u << unit.pass;

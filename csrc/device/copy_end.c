@@ -34,16 +34,14 @@ static s1f_status copy_post(s1f_device_end *end, int32_t number)
     const s1f_driver *driver = end->device->driver;
     s1f_device_place *place = &end->places[number];
     place_note *note = note_of(end, number);
-    s1f_status status = s1f_device_place_grow(end, place, end->largest);
-    int is_new = place->capacity > 0 && place->generation != note->generation;
-    if (status == S1F_OK && is_new)
-        status = S1F_CU(driver, ipc_export_memory, &note->memory, place->address);
-    if (status == S1F_OK && is_new)
-        status = S1F_CU(driver, ipc_export_event, &note->freed, place->freed);
+    S1F_TRY(s1f_device_place_grow(end, place, end->largest));
     note->capacity = place->capacity;
-    if (status == S1F_OK && is_new)
-        note->generation = place->generation;
-    return status;
+    if (place->capacity == 0 || place->generation == note->generation)
+        return S1F_OK;
+    S1F_TRY(S1F_CU(driver, ipc_export_memory, &note->memory, place->address));
+    S1F_TRY(S1F_CU(driver, ipc_export_event, &note->freed, place->freed));
+    note->generation = place->generation;
+    return S1F_OK;
 }
 
 static s1f_status copy_receive(s1f_device_end *end, int32_t number)

@@ -1,6 +1,7 @@
 /* device.c - a GPU's context, and the events that tell when units ran. */
 #include "device.h"
 
+#include "../core/pool.h"
 #include "../run/group.h"
 
 #include <stdlib.h>
@@ -29,11 +30,6 @@ int s1f_device_is_idle_by(const s1f_device *device, s1f_cu_stream stream, int64_
     return s1f_driver_status(device->driver, found, "cuStreamQuery") == S1F_OK ? 1 : -1;
 }
 
-static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)
-{
-    return S1F_CU(device->driver, event_create, event, S1F_CU_EVENT_TIMED);
-}
-
 s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_device **out)
 {
     const s1f_driver *driver;
@@ -46,9 +42,9 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
     if (status == S1F_OK)
         status = S1F_CU(driver, context_retain, &device->context, device->device);
     if (status == S1F_OK && (status = s1f_device_enter(device)) == S1F_OK) {
-        status = make_event(device, &device->first);
+        status = s1f_driver_event_make(driver, &device->first, S1F_CU_EVENT_TIMED);
         if (status == S1F_OK)
-            status = make_event(device, &device->last);
+            status = s1f_driver_event_make(driver, &device->last, S1F_CU_EVENT_TIMED);
         s1f_device_leave(device, status);
     }
     if (status != S1F_OK) {
@@ -103,16 +99,11 @@ s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute)
 /* Room and events for one unit more. */
 static s1f_status make_room(s1f_device *device)
 {
-    if (device->num_units == device->capacity) {
-        s1f_device_unit *units = realloc(device->units, ((size_t)device->capacity + 1) * sizeof *units);
-        if (units == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for the times of %lld units", (long long)device->capacity + 1);
-        device->units = units;
-        units[device->capacity++] = (s1f_device_unit){0};
-    }
+    S1F_TRY(s1f_array_grow(&device->units, &device->capacity, device->num_units + 1, sizeof *device->units,
+                           "units' times on the GPU"));
     s1f_device_unit *unit = &device->units[device->num_units];
-    s1f_status status = unit->start != NULL ? S1F_OK : make_event(device, &unit->start);
-    return status != S1F_OK || unit->end != NULL ? status : make_event(device, &unit->end);
+    S1F_TRY(s1f_driver_event_make(device->driver, &unit->start, S1F_CU_EVENT_TIMED));
+    return s1f_driver_event_make(device->driver, &unit->end, S1F_CU_EVENT_TIMED);
 }
 
 s1f_status s1f_device_begin_unit(s1f_device *device)

@@ -1,6 +1,8 @@
 /* device_end.c - the order of host, streams and events around a transfer between GPUs. */
 #include "device_end.h"
 
+#include "../core/pool.h"
+
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -68,35 +70,17 @@ static void count_over(s1f_device_end *end)
 static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message, s1f_transfer **out)
 {
     const s1f_driver *driver = end->device->driver;
-    if (end->started == end->capacity) {
-        int64_t capacity = end->capacity == 0 ? 16 : 2 * end->capacity;
-        s1f_transfer *grown = realloc(end->transfers, (size_t)capacity * sizeof *grown);
-        if (grown == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld transfers", (long long)capacity);
-        memset(grown + end->capacity, 0, (size_t)(capacity - end->capacity) * sizeof *grown);
-        end->transfers = grown;
-        end->capacity = capacity;
-    }
+    if (end->started == end->capacity)
+        S1F_TRY(s1f_array_grow(&end->transfers, &end->capacity, end->capacity == 0 ? 16 : 2 * end->capacity,
+                               sizeof *end->transfers, "transfers"));
     s1f_transfer *transfer = &end->transfers[end->started];
     unsigned int flags = end->head.is_receiver ? S1F_CU_EVENT_TIMED : S1F_CU_EVENT_DISABLE_TIMING;
-    if (transfer->started == NULL)
-        S1F_TRY(S1F_CU(driver, event_create, &transfer->started, S1F_CU_EVENT_DISABLE_TIMING));
-    if (transfer->done == NULL)
-        S1F_TRY(S1F_CU(driver, event_create, &transfer->done, flags));
+    S1F_TRY(s1f_driver_event_make(driver, &transfer->started, S1F_CU_EVENT_DISABLE_TIMING));
+    S1F_TRY(s1f_driver_event_make(driver, &transfer->done, flags));
     transfer->unit = (s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment};
     transfer->is_over = message->payload_bytes == 0 || !message->on_device;
     *out = transfer;
     return S1F_OK;
-}
-
-/* Seen by the watchdog from here on. */
-static s1f_status end_transfer(s1f_device_end *end)
-{
-    S1F_TRY(enter(end));
-    s1f_status status = S1F_CU(end->device->driver, event_record, end->transfers[end->started].done, end->stream);
-    if (status == S1F_OK)
-        end->started++;
-    return leave(end, status);
 }
 
 /* The mover's last call: 1 is enqueued, 0 not yet, -1 has failed or is aborted. */
@@ -178,19 +162,11 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
 
 static s1f_status set_places(s1f_device_end *end, int32_t num_places)
 {
-    const s1f_driver *driver = end->device->driver;
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (end->mover->post != NULL ? S1F_CU_EVENT_INTERPROCESS : 0);
-    if (num_places <= end->num_places) /* those beyond stay for a step that needs them */
-        return S1F_OK;
-    s1f_device_place *places = realloc(end->places, (size_t)num_places * sizeof *places);
-    if (places == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d places", (int)num_places);
-    end->places = places;
-    for (; end->num_places < num_places; end->num_places++) {
-        places[end->num_places] = (s1f_device_place){0};
-        if (end->head.is_receiver)
-            S1F_TRY(S1F_CU(driver, event_create, &places[end->num_places].freed, flags));
-    }
+    /* Places beyond those stay for a step that needs them. */
+    S1F_TRY(s1f_array_grow(&end->places, &end->num_places, num_places, sizeof *end->places, "places"));
+    for (int32_t i = 0; end->head.is_receiver && i < num_places; i++)
+        S1F_TRY(s1f_driver_event_make(end->device->driver, &end->places[i].freed, flags));
     return S1F_OK;
 }
 
@@ -245,7 +221,11 @@ static s1f_status move_message(s1f_device_end *end, int64_t sequence, int32_t nu
     S1F_TRY(enter(end));
     S1F_TRY(leave(end, start(end, number, message, tensors)));
     S1F_TRY(s1f_device_end_settle(end, tensors != NULL ? "starting to send" : "starting to receive", sequence));
-    return end_transfer(end);
+    S1F_TRY(enter(end));
+    s1f_status status = S1F_CU(end->device->driver, event_record, end->transfers[end->started].done, end->stream);
+    if (status == S1F_OK)
+        end->started++; /* the watchdog sees the transfer from here on */
+    return leave(end, status);
 }
 
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
@@ -375,7 +355,7 @@ static void unlink_end(s1f_device_end *end)
 static void destroy_events(s1f_device_end *end)
 {
     const s1f_driver *driver = end->device->driver;
-    for (int32_t i = 0; i < end->num_places; i++) {
+    for (int64_t i = 0; i < end->num_places; i++) {
         s1f_driver_event_destroy(driver, end->places[i].freed);
         s1f_driver_event_destroy(driver, end->places[i].copied);
     }

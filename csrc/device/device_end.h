@@ -73,11 +73,11 @@ struct s1f_device_end { /* head of each mover's own struct */
     s1f_cu_stream stream;
     s1f_cu_event ready; /* sender: the result is computed */
     s1f_device_place *places;
-    int32_t num_places;
+    int64_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
     s1f_cu_address *retired; /* what places outgrew: it stays to the end */
-    int32_t num_retired;
+    int64_t num_retired;
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
     int64_t staging_bytes;

@@ -1,6 +1,8 @@
 /* device_places.c - memory of the places of an edge between GPUs, and a message's way through host memory. */
 #include "device_end.h"
 
+#include "../core/pool.h"
+
 #include <stdlib.h>
 
 /* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
@@ -10,11 +12,9 @@ static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 /* The sender may have it open, and a tensor may lie there. */
 static s1f_status retire_memory(s1f_device_end *end, s1f_device_place *place)
 {
-    s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
-    if (grown == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
-    end->retired = grown;
-    grown[end->num_retired++] = place->address;
+    S1F_TRY(s1f_array_grow(&end->retired, &end->num_retired, end->num_retired + 1, sizeof *end->retired,
+                           "memories that places outgrew"));
+    end->retired[end->num_retired - 1] = place->address;
     place->capacity = 0;
     return S1F_OK;
 }
@@ -49,7 +49,7 @@ s1f_status s1f_device_end_free_places(s1f_device_end *end)
 {
     const s1f_driver *driver = end->device->driver;
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
+    for (int64_t i = 0; status == S1F_OK && i < end->num_places; i++) {
         if (end->places[i].capacity > 0)
             status = S1F_CU(driver, memory_free, end->places[i].address);
         end->places[i].capacity = 0;
@@ -72,18 +72,17 @@ s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *messag
             return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
                             (long long)message->payload_bytes);
     }
-    s1f_status status = S1F_CU(driver, event_record, end->ready, end->device->compute);
-    if (status == S1F_OK)
-        status = S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0);
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+    S1F_TRY(S1F_CU(driver, event_record, end->ready, end->device->compute));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0));
+    for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         char *host = end->staging + tensor->offset;
         if (tensor->bytes > 0)
-            status = S1F_CU(driver, copy_to_host, host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
-                            end->stream);
+            S1F_TRY(S1F_CU(driver, copy_to_host, host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
+                           end->stream));
         tensors[i] = host;
     }
-    return status == S1F_OK ? S1F_CU(driver, stream_synchronize, end->stream) : status;
+    return S1F_CU(driver, stream_synchronize, end->stream);
 }
 
 s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place)

@@ -82,6 +82,11 @@ s1f_status s1f_driver_load(const char *path, const s1f_driver **out)
     return s1f_driver_status(*out, (*out)->init(0), "cuInit");
 }
 
+s1f_status s1f_driver_event_make(const s1f_driver *driver, s1f_cu_event *event, unsigned int flags)
+{
+    return *event != NULL ? S1F_OK : S1F_CU(driver, event_create, event, flags);
+}
+
 void s1f_driver_event_destroy(const s1f_driver *driver, s1f_cu_event event)
 {
     if (event != NULL)

@@ -80,6 +80,8 @@ extern const s1f_driver_names s1f_driver_symbols;
  * symbol: without what follows "_", its version. */
 s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *symbol);
 
+/* An event where there is none yet. */
+s1f_status s1f_driver_event_make(const s1f_driver *driver, s1f_cu_event *event, unsigned int flags);
 void s1f_driver_event_destroy(const s1f_driver *driver, s1f_cu_event event); /* NULL is fine */
 
 /* A library that is loaded once per process and path and never unloaded, and the table of its functions, which begins

@@ -14,8 +14,7 @@
 
 enum {
     PAGE_BYTES = 65536, /* places start on multiples of it: a multiple of every page size we meet */
-    CACHE_LINE = 64,
-    NO_PLACES = 0
+    CACHE_LINE = 64
 };
 
 #define S1F_MORE_SPACE "lift its limit: ulimit -v unlimited"
@@ -32,7 +31,7 @@ typedef struct {
     s1f_edge_end head;
     arena_control *control;
     int64_t bytes, stride; /* of the arena; of one place */
-    int32_t num_places;    /* NO_PLACES before the first step */
+    int32_t num_places;    /* 0 before the first step */
     int64_t posted, sent;  /* messages of this step */
     s1f_relay *relay;      /* NULL: both ends map the arena */
     void *context;
@@ -113,7 +112,7 @@ static s1f_status set_places(arena_end *arena, int32_t num_places)
         free(arena->busy_until);
         arena->busy_until = busy_until;
     }
-    if (arena->num_places != NO_PLACES && (arena->head.is_receiver || arena->relay != NULL) &&
+    if (arena->num_places != 0 && (arena->head.is_receiver || arena->relay != NULL) &&
         madvise((char *)arena->control + PAGE_BYTES, (size_t)(arena->bytes - PAGE_BYTES) / PAGE_BYTES * PAGE_BYTES,
                 MADV_REMOVE) != 0)
         return s1f_fail(S1F_ERR_SYSTEM, "%s: giving pages back: %s", arena->head.text, strerror(errno));

@@ -217,8 +217,10 @@ static s1f_status fill_wait(s1f_executor *executor, int64_t i)
     return S1F_OK;
 }
 
-static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *instruction)
+static s1f_status wait_input(s1f_executor *executor, int64_t i)
 {
+    const s1f_instruction *instruction = &executor->instructions[i];
+    S1F_TRY(fill_wait(executor, i));
     s1f_edge_end *end = executor->ends[instruction->edge];
     s1f_input *input = &executor->inputs[executor->num_inputs];
     *input = (s1f_input){.edge = instruction->edge, .place = instruction->place};
@@ -366,11 +368,7 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_RECEIVE:
             status = s1f_p2p_receive(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
-        case S1F_OP_WAIT:
-            status = fill_wait(executor, i);
-            if (status == S1F_OK)
-                status = wait_input(executor, instruction);
-            break;
+        case S1F_OP_WAIT: status = wait_input(executor, i); break;
         case S1F_OP_RUN: status = run(executor, i); break;
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
@@ -446,15 +444,6 @@ s1f_unit s1f_executor_last_unit(const s1f_executor *executor)
     return executor->instructions[i].unit;
 }
 
-/* When a message had come, or, of one that came to the host, when the host had it. */
-static s1f_status arrival(const s1f_executor *executor, int64_t i, int64_t *ns)
-{
-    const s1f_instruction *instruction = &executor->instructions[i];
-    s1f_edge_end *end = executor->ends[instruction->edge];
-    *ns = executor->spans[i].end_ns;
-    return end->transport->arrived == NULL ? S1F_OK : end->transport->arrived(end, instruction->sequence, ns);
-}
-
 s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns)
 {
     const s1f_compute *compute = &executor->compute;
@@ -464,13 +453,16 @@ s1f_status s1f_executor_settle_times(s1f_executor *executor, int64_t start_ns)
         const s1f_instruction *instruction = &executor->instructions[i];
         if (instruction->opcode == S1F_OP_RUN)
             S1F_TRY(compute->unit_times(compute->context, number++, &found.start_ns, &found.end_ns));
-        else if (instruction->opcode == S1F_OP_WAIT)
-            S1F_TRY(arrival(executor, i, &found.end_ns));
         else if (instruction->opcode == S1F_OP_BACK)
             S1F_TRY(compute->back_time(compute->context, s1f_cell_of_all(&executor->program->shape, instruction->unit),
                                        &found.end_ns));
-        else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
-            found.end_ns = span->end_ns; /* the host waited for the unit, and copied */
+        else if (instruction->opcode == S1F_OP_WAIT || instruction->opcode == S1F_OP_SEND) {
+            s1f_edge_end *end = executor->ends[instruction->edge];
+            if (end->transport->arrived == NULL)
+                found.end_ns = span->end_ns; /* the host had the message then, or had waited for the unit, and copied */
+            else if (instruction->opcode == S1F_OP_WAIT)
+                S1F_TRY(end->transport->arrived(end, instruction->sequence, &found.end_ns));
+        }
         found.start_ns = found.start_ns < at ? at : found.start_ns;
         found.end_ns = found.end_ns < found.start_ns ? found.start_ns : found.end_ns;
         *span = found;

@@ -3,7 +3,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum {
     /* Tokens of a sequence whose slabs give rows back, and the scratch all of it. Attention costs a row as many keys as
@@ -19,12 +18,12 @@ typedef struct {                  /* serials of Fs */
 typedef struct { /* K and V, or dK and dV */
     s1f_slab k, v, docs;
     segment_rows *segments; /* [num_segments] */
-    int32_t num_segments;
+    int64_t num_segments;
 } layer_slot;
 
 typedef struct {       /* more than a step needs are kept for the next that does */
     layer_slot *slots; /* [count] */
-    int32_t count;
+    int64_t count;
 } slot_table;
 
 typedef struct {
@@ -38,27 +37,13 @@ typedef struct {
 struct s1f_kv_cache {
     s1f_kv_slots slots;
     int64_t step; /* a counter; never reset */
-    int32_t num_entries;
+    int64_t num_entries;
     layer_entry *entries;
     s1f_slab scratch;
     int64_t kv_bytes, grad_bytes, scratch_bytes;
 };
 
 /* -- memory ---------------------------------------------------------------------------------------------------- */
-
-/* *array of `size` elements grows to `wanted`, new ones zero. */
-static s1f_status grow_zeroed(void **array, int32_t *size, int32_t wanted, size_t element_bytes)
-{
-    if (wanted <= *size)
-        return S1F_OK;
-    char *grown = realloc(*array, (size_t)wanted * element_bytes);
-    if (grown == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the states of a KV cache (%d elements)", (int)wanted);
-    memset(grown + (size_t)*size * element_bytes, 0, (size_t)(wanted - *size) * element_bytes);
-    *array = grown;
-    *size = wanted;
-    return S1F_OK;
-}
 
 s1f_status s1f_kv_cache_create(s1f_kv_cache **out)
 {
@@ -71,7 +56,7 @@ s1f_status s1f_kv_cache_create(s1f_kv_cache **out)
 
 static void free_table(slot_table *table)
 {
-    for (int32_t i = 0; i < table->count; i++) {
+    for (int64_t i = 0; i < table->count; i++) {
         s1f_slab_free(&table->slots[i].k);
         s1f_slab_free(&table->slots[i].v);
         s1f_slab_free(&table->slots[i].docs);
@@ -84,7 +69,7 @@ void s1f_kv_cache_free(s1f_kv_cache *cache)
 {
     if (cache == NULL)
         return;
-    for (int32_t i = 0; i < cache->num_entries; i++) {
+    for (int64_t i = 0; i < cache->num_entries; i++) {
         free_table(&cache->entries[i].kv);
         free_table(&cache->entries[i].grads);
     }
@@ -110,7 +95,7 @@ void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *g
 
 int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, s1f_layer_shape *shape)
 {
-    for (int32_t i = 0; i < cache->num_entries; i++) {
+    for (int64_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
         if (entry->step != cache->step || index-- > 0)
             continue;
@@ -141,7 +126,7 @@ static void release_rows(const s1f_kv_cache *cache, const s1f_layer_shape *shape
  * tree, where other segments may lie there. */
 static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit, int is_tree)
 {
-    for (int32_t i = 0; i < cache->num_entries; i++) {
+    for (int64_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
         const s1f_layer_shape *shape = &entry->shape;
         if (entry->stage != unit->unit.stage || entry->step != cache->step || shape->memory != NULL)
@@ -181,7 +166,7 @@ void s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
 
 static layer_entry *find_entry(s1f_kv_cache *cache, int32_t stage, int64_t layer)
 {
-    for (int32_t i = 0; i < cache->num_entries; i++)
+    for (int64_t i = 0; i < cache->num_entries; i++)
         if (cache->entries[i].layer == layer && cache->entries[i].stage == stage)
             return &cache->entries[i];
     return NULL;
@@ -192,9 +177,8 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     *out = find_entry(cache, unit->unit.stage, layer);
     if (*out != NULL)
         return S1F_OK;
-    void *entries = cache->entries;
-    S1F_TRY(grow_zeroed(&entries, &cache->num_entries, cache->num_entries + 1, sizeof *cache->entries));
-    cache->entries = entries;
+    S1F_TRY(s1f_array_grow(&cache->entries, &cache->num_entries, cache->num_entries + 1, sizeof *cache->entries,
+                           "layers of a KV cache"));
     *out = &cache->entries[cache->num_entries - 1];
     (*out)->stage = unit->unit.stage;
     (*out)->layer = layer;
@@ -259,14 +243,10 @@ static s1f_status reserve(const layer_entry *entry, s1f_slab *slab, int64_t byte
 static s1f_status reserve_slot(s1f_kv_cache *cache, const layer_entry *entry, slot_table *table, int32_t index,
                                int32_t dtype, int64_t *total, layer_slot **out)
 {
-    void *slots = table->slots;
-    S1F_TRY(grow_zeroed(&slots, &table->count, index + 1, sizeof *table->slots));
-    table->slots = slots;
+    S1F_TRY(s1f_array_grow(&table->slots, &table->count, index + 1, sizeof *table->slots, "slots of a KV cache"));
     layer_slot *slot = *out = &table->slots[index];
-    void *segments = slot->segments;
-    s1f_status status = grow_zeroed(&segments, &slot->num_segments, cache->slots.num_segments, sizeof *slot->segments);
-    slot->segments = segments;
-    S1F_TRY(status);
+    S1F_TRY(s1f_array_grow(&slot->segments, &slot->num_segments, cache->slots.num_segments, sizeof *slot->segments,
+                           "segments of a KV cache"));
     const s1f_layer_shape *shape = &entry->shape;
     int64_t bytes = s1f_dtype_bytes(dtype);
     S1F_TRY(reserve(entry, &slot->k, element_count(cache, shape, shape->head_dim) * bytes, total));

@@ -19,20 +19,19 @@ static s1f_status on_edge(s1f_status status, const s1f_edge_end *end, int64_t se
     return s1f_fail_prefixed(status, "%s, message %lld: ", end->text, (long long)sequence);
 }
 
-/* Bytes of a tensor, -1 where its header makes no sense. */
-static int64_t tensor_bytes(const s1f_tensor_header *tensor)
+/* Bytes of tensor i, by its sizes. Fails with `refusal` where its header makes no sense. */
+static s1f_status tensor_bytes(const s1f_message *message, int32_t i, s1f_status refusal, int64_t *bytes)
 {
-    int64_t bytes = s1f_dtype_bytes(tensor->dtype);
-    if (tensor->ndim < 0 || tensor->ndim > S1F_MAX_DIMS)
-        return -1;
-    if (tensor->flags & S1F_TENSOR_NONE)
-        return 0;
-    if (bytes == 0)
-        return -1;
-    for (int32_t i = 0; i < tensor->ndim; i++)
-        if (tensor->sizes[i] < 0 || __builtin_mul_overflow(bytes, tensor->sizes[i], &bytes))
-            return -1;
-    return bytes;
+    const s1f_tensor_header *tensor = &message->tensors[i];
+    int is_none = tensor->flags & S1F_TENSOR_NONE;
+    *bytes = is_none ? 0 : s1f_dtype_bytes(tensor->dtype);
+    int is_sound = tensor->ndim >= 0 && tensor->ndim <= S1F_MAX_DIMS && (is_none || *bytes > 0);
+    for (int32_t d = 0; is_sound && !is_none && d < tensor->ndim; d++)
+        is_sound = tensor->sizes[d] >= 0 && !__builtin_mul_overflow(*bytes, tensor->sizes[d], bytes);
+    if (is_sound)
+        return S1F_OK;
+    return s1f_fail(refusal, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size", (int)i,
+                    s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
 }
 
 static int64_t round_up(int64_t bytes, int64_t to)
@@ -49,9 +48,7 @@ static s1f_status lay_out(s1f_message *message)
     int64_t end = 0;
     for (int32_t i = 0; i < message->num_tensors; i++) {
         s1f_tensor_header *tensor = &message->tensors[i];
-        if ((tensor->bytes = tensor_bytes(tensor)) < 0)
-            return s1f_fail(S1F_ERR_ARG, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size",
-                            (int)i, s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
+        S1F_TRY(tensor_bytes(message, i, S1F_ERR_ARG, &tensor->bytes));
         tensor->offset = round_up(end, S1F_PAYLOAD_ALIGNMENT);
         if (__builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > INT64_MAX / 2)
             return s1f_fail(S1F_ERR_ARG, "the tensors are larger than memory can be");
@@ -123,10 +120,8 @@ s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence)
     }
     for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
-        int64_t end, bytes = tensor_bytes(tensor);
-        if (bytes < 0)
-            return s1f_fail(S1F_ERR_STATE, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size",
-                            (int)i, s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
+        int64_t end, bytes;
+        S1F_TRY(tensor_bytes(message, i, S1F_ERR_STATE, &bytes));
         if (tensor->bytes != bytes || tensor->offset < 0 || tensor->offset % S1F_PAYLOAD_ALIGNMENT != 0 ||
             __builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > message->payload_bytes)
             return s1f_fail(S1F_ERR_STATE, "tensor %d lies at bytes %lld + %lld of a payload of %lld", (int)i,
