@@ -295,10 +295,7 @@ class Runner:
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.most_away)
         start = time.perf_counter()
-        with inside_step(), on_device, ExitStack() as around:
-            step.around = around
-            if step.has_features:
-                step.surround(around)
+        with inside_step(), on_device, step.around:
             _C.executor_step(
                 order.executor,
                 pipeline.group.step,
