@@ -291,7 +291,8 @@ class ComparableRun(TorchFunctionMode):
             return args[0]
         if name == "scaled_dot_product_attention":
             args, kwargs = self._without_dropout(args, kwargs)
-        if self._dtype is None or _is_ours():
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if self._dtype is None or caller.startswith(_OURS):  # attention casts slopes to a kernel's dtype
             return func(*args, **kwargs)
         return self._run_wide(func, name, args, kwargs)
 
@@ -321,11 +322,6 @@ class ComparableRun(TorchFunctionMode):
         return result.to(self._dtype) if is_new else result
 
 
-def _is_ours() -> bool:
-    """Returns whether an operation of this package is the caller: attention casts slopes to a kernel's dtype."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_OURS)
-
-
 def is_abstract() -> bool:
     """Returns whether tensors have no values, as within torch.func."""
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
@@ -342,15 +338,13 @@ def is_compiled_whole(module: nn.Module) -> bool:
 def runs_compiled(module: nn.Module) -> bool:
     """Returns whether the module is compiled, whole or in a method; does not look at submodules."""
     kind: Any = type(module)
-    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
+    return is_compiled_whole(module) or any(
+        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable")
+        for owner in (module, *_own_kinds(kind))
+        for value in vars(owner).values()
+    )
 
 
 @cache
 def _own_kinds(kind: type) -> tuple[type, ...]:
     return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
-
-
-def _has_compiled(owner: Any) -> bool:
-    return any(
-        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable") for value in vars(owner).values()
-    )

@@ -148,10 +148,6 @@ class Pipeline(OfOneProcess):
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
 
-    def lower(self, schedule: Schedule) -> Any:
-        """Returns an order as a program of the executor, for edges between GPUs or through host memory."""
-        return schedule._lower_for(self.is_between_gpus, self.rank)
-
     def connect(self, program: Any) -> None:
         """Opens the rank's ends of all edges of a program; all ranks take the edges in equal order."""
         for found in edges_of(program):
@@ -244,22 +240,21 @@ def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
     Raises:
         ValueError: the attribute has another form.
     """
-    return [(stage, *place) for stage, module in stages for place in _places(module)]
-
-
-def _places(module: Any) -> Iterator[tuple[int, int]]:
-    place = getattr(module, "pipeline_place", None)
-    if place is not None:
+    found: list[Place] = []
+    for stage, module in stages:
+        place = getattr(module, "pipeline_place", None)
+        if place is None:
+            children = module.children() if isinstance(module, nn.Module) else ()
+            found += places_of((stage, child) for child in children)
+            continue
         is_pair = isinstance(place, tuple) and len(place) == 2 and all(type(number) is int for number in place)
         if not is_pair or not 0 <= place[0] < place[1]:
             raise ValueError(
                 f"pipeline_place of {type(module).__name__} is {place!r}, must be (index, count): the stage's index, "
                 "and the number of stages of the model"
             )
-        yield place
-    elif isinstance(module, nn.Module):
-        for child in module.children():
-            yield from _places(child)
+        found.append((stage, *place))
+    return found
 
 
 def check_places(everyones: Sequence[Sequence[Place]], rank_of_stage: Sequence[int]) -> None:

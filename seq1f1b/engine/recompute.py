@@ -156,7 +156,7 @@ class BlockRecomputing(Feature):
         self.is_idle = options.memory.blocks is None
         if options.memory.blocks is None:
             return
-        module: Any = without_wrapper(stage.module)  # type: ignore[arg-type]
+        module: Any = without_wrapper(stage.module)
         self.index, (name, self.share) = stage.index, options.memory.blocks
         try:
             found = module.get_submodule(name)

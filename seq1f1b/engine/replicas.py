@@ -253,6 +253,6 @@ def is_reduced(module: nn.Module) -> bool:
     )
 
 
-def without_wrapper(module: nn.Module) -> nn.Module:
+def without_wrapper(module: Any) -> Any:
     """Returns the user's module: DDP wraps it in a module, FSDP2 does not."""
     return module.module if isinstance(module, DistributedDataParallel) else module

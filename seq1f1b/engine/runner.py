@@ -139,7 +139,7 @@ class Runner:
             if counts is not None:
                 schedule = schedule_of_rows(counts, parents, plan, self.build, self.pipeline, self.setting.options)
             schedule = schedule if training else schedule.forward_only()
-            program = self.pipeline.lower(schedule)
+            program = schedule._lower_for(self.pipeline.is_between_gpus, self.pipeline.rank)
             executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
             found = RankOrder(schedule, self.pipeline.rank, program, executor)
             if len(self.orders) == MOST_ORDERS:
