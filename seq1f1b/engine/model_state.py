@@ -182,12 +182,12 @@ def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
 # -- random state ------------------------------------------------------------------------------------------------------
 
 
-_generators = threading.Lock()  # ranks that are threads read and set torch's generators one at a time
+GENERATORS = threading.RLock()  # ranks that are threads use torch's generators, of the whole process, one at a time
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     """Returns the states of torch's generators: the CPU's, and the device's."""
-    with _generators:
+    with GENERATORS:
         states = [torch.get_rng_state()]
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
@@ -195,7 +195,7 @@ def generator_states(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def set_generator_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    with _generators:
+    with GENERATORS:
         torch.set_rng_state(states[0])
         if device.type != "cpu":
             torch.get_device_module(device).set_rng_state(states[1], device)
