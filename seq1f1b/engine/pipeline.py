@@ -20,7 +20,7 @@ from seq1f1b import _C, where
 from seq1f1b.above import above
 from seq1f1b.engine.offload import FileTier, Tier
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.replicas import check_parts, data_parallel, without_wrapper
+from seq1f1b.engine.replicas import data_parallel, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
@@ -100,8 +100,7 @@ class Pipeline(OfOneProcess):
                 shard.check_place(self.rank, self.num_ranks)
         self.parallels: dict[int, Any] = {}  # Ddp or Fsdp of the rank's modules that are wrapped, by id
         for place, module in self.placed_modules():
-            check_parts(place, module)
-            if (found := data_parallel(module)) is not None:
+            if (found := data_parallel(place, module)) is not None:
                 self.parallels[id(module)] = found
         self._gpu_part = gpu_part
         self.tier: Tier | None = None

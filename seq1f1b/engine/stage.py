@@ -80,11 +80,6 @@ class Stage:
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
     @property
-    def gradient_divisor(self) -> float | None:
-        """The number by which DDP or FSDP2 divides the sum of replicas' gradients; None without DDP and FSDP2."""
-        return next((parallel.divisor for parallel in self.wrappers), None)
-
-    @property
     def trained_weights(self) -> int:
         """Returns the number of elements of all parameters that require grad, each once."""
         parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
