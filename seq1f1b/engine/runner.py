@@ -59,7 +59,6 @@ class Runner:
             micro-batch) and stages_per_rank; None: only a plan brings an order.
         is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
         is_whole: units are whole micro-batches, as outside a step.
-        tells: whether warnings are shown, or only collected.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class Runner:
         *,
         is_tuned: bool = False,
         is_whole: bool = False,
-        tells: bool = True,
     ) -> None:
         self.pipeline = pipeline
         self.setting = Setting(schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
-            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
-            for index in pipeline.modules
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole) for index in pipeline.modules
         }
         self.orders: dict[Hashable, RankOrder] = {}  # by the key of `order`; the last used at the end
         self.build = build
@@ -168,7 +165,13 @@ class Runner:
                     step, losses, seconds = self._run(arguments, around)
                 group.end_step(failed=False)
             except BaseException as error:
-                told = self._end_failed_step(error, self._executor)
+                # The next step waits until every rank has left this step. Gradients that `StepGradients` keeps apart
+                # are as before the step; all others hold the sums of the units that have run.
+                told = error
+                if not isinstance(error, (Disagreement, _C.PipelineError)):
+                    told, text = explained(error, self._executor, self.stages)
+                    group.fail(text)
+                group.end_step(failed=not isinstance(error, Disagreement))  # which is raised on every rank
                 mark_as_told(told)
                 if told is error:
                     raise
@@ -353,23 +356,3 @@ class Runner:
         if self.divides is not False:
             apart |= {id(p): p for module in self._bare for p in module.parameters()}
         return StepGradients(list((apart | wide).values()), wide, dtype)
-
-    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
-        """Ends the step on every rank, and puts stage and unit in front of the error.
-
-        The next step waits until every rank has left this step. Gradients that ``StepGradients`` keeps apart are as
-        before the step; all others hold the sums of the units that have run.
-        """
-        group = self.pipeline.group
-        if isinstance(error, Disagreement):  # raised on every rank
-            group.end_step(failed=False)
-            return error
-        found = error
-        if not isinstance(error, _C.PipelineError):
-            found, text = explained(error, executor, self.stages)
-            group.fail(text)
-        group.end_step(failed=True)
-        return found
-
-
-# -- set-up: the ranks meet, compare their arguments, and open the edges between their stages --------------------------
