@@ -85,10 +85,6 @@ class ToLoss:
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return unit.seeds
 
-    def end(self, unit: LiveUnit) -> None:
-        if self._looked_at is not None:
-            self._look(unit)
-
     def _run_head(self, unit: LiveUnit, output: Any, target: Any) -> None:
         """Runs the head's forward and backward at once: logits of one segment are alive, the hidden gradient stays."""
         if unit.is_again:  # the head has run, and left the gradient of its input
@@ -233,8 +229,10 @@ class ToLoss:
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients
 
-    def _look(self, unit: LiveUnit) -> None:
+    def end(self, unit: LiveUnit) -> None:
         """Checks, outside of the stage's own unit, whether weighted losses of segments add up to the whole loss."""
+        if self._looked_at is None:
+            return
         (output, target, leaves), self._looked_at = self._looked_at, None
         look, loss_fn, stage = self._loss_look, self._loss_fn, self._stage
         if isinstance(loss_fn, nn.Module):  # DDP would count this forward
