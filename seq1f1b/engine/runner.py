@@ -20,7 +20,7 @@ from seq1f1b.engine.batch import Batch, StepArguments, sequence_length
 from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
-from seq1f1b.engine.measure import Activations, Measuring
+from seq1f1b.engine.measure import Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
@@ -84,8 +84,8 @@ class Runner:
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
-        self.activations: dict[int, Activations] = {}  # by stage, if measured
-        self.look_seconds: dict[int, float] = {}  # by stage, of the last look
+        # By stage, figures of the features that measure in first steps of a shape, as of the last such step.
+        self.first_figures: dict[int, dict[str, Any]] = {index: {} for index in pipeline.modules}
         self._has_had_rows, self._epoch = False, 0  # the group's epoch at the last meeting
         self._executor: Any = None  # the executor of the running units
         self._bare = pipeline.bare_modules()
@@ -180,8 +180,7 @@ class Runner:
         if step.batch.is_new:
             self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
             for index, own in record.figures.items():
-                self.activations |= {index: own["activations"]} if "activations" in own else {}
-                self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
+                self.first_figures[index] |= own
         schedule = record.order.schedule
         self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error stays on this rank
