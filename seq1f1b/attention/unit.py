@@ -31,7 +31,6 @@ class LiveUnit:
     carried_out: dict[int, Tensor] | None = None
     carried_back: dict[int, Tensor] | None = None  # states carried in by following segments, with gradients
     auxiliary: list[tuple[Tensor, bool]] | None = None  # auxiliary losses; True: of the whole sequence
-    loss: Tensor | None = None
     output: Any = None  # the last stage's output, if the caller asks for outputs
 
     starts: Sequence[Sequence[int]] = ((),)  # of transformers/state.py: the documents' first tokens, by row
@@ -65,7 +64,7 @@ class LiveUnit:
         return self.num_waiting > 0
 
     def forget(self) -> None:
-        """Drops the graph and all state for the unit's own passes. The loss, the output and handed tensors stay."""
+        """Drops the graph and all state for the unit's own passes. The output and handed tensors stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
         self.kept = self.away = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None

@@ -20,7 +20,6 @@ from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.engine import LoneEngine
 from seq1f1b.engine.findings import RANDOMNESS, STATE, WEIGHTING
 from seq1f1b.engine.options import Loss
-from seq1f1b.engine.replicas import data_parallel
 from seq1f1b.engine.runner import Runner
 from seq1f1b.nested import distance, norm
 from seq1f1b.placement import free_bytes
@@ -254,12 +253,11 @@ def _refusal(runner: Runner) -> str:
         return (
             "verify compares whole segments: verify an engine without sequence_parallel= first, then share the tokens"
         )
-    for _, module in runner.pipeline.placed_modules():
-        if data_parallel(module) is not None:
-            return (
-                "verify runs a stage by itself, and this one is under DDP or FSDP2: verify an engine over the bare "
-                "modules first, then wrap them"
-            )
+    if runner.pipeline.parallels:
+        return (
+            "verify runs a stage by itself, and this one is under DDP or FSDP2: verify an engine over the bare "
+            "modules first, then wrap them"
+        )
     for name, parameter in runner.pipeline.named_parameters():
         if hasattr(parameter, "to_local"):
             return f"parameter {name!r} is a DTensor: verify an engine over the modules before they are sharded"

@@ -126,8 +126,10 @@ class Session:
             options = replace(options, num_segments=1, segment_sizes=None)
             build = partial(one_by_one, schedule, are_rows=True)
             schedule = one_by_one(schedule)
-        own = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)  # with its own memory
+        own = Runner(runner.pipeline, options, schedule, build, is_whole=whole)  # with its own memory
         own.divides = runner.divides
+        for stage in own.stages.values():
+            stage.findings.tells = False
 
         def prepared(tensor: Tensor) -> Tensor:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -60,11 +60,12 @@ class Findings:
 
     Args:
         attention: the engine's option; ``"own"``: other attention is an error in a stage without causal_attention.
-        tells: False: collects findings without warnings.
     """
 
-    def __init__(self, attention: str, *, tells: bool = True) -> None:
-        self.attention, self.tells = attention, tells
+    tells = True  # False: collects findings without warnings
+
+    def __init__(self, attention: str) -> None:
+        self.attention = attention
         self.found: dict[Finding, None] = {}
         self._said: set[str] = set()
 

@@ -44,17 +44,13 @@ class ToLoss:
         self.divides = batch.arguments.divides  # whether the loss comes with a divisor; None before the first result
         self.divisors: dict[int, Tensor | float] = {}  # by cell
         self.constants: dict[int, Tensor] = {}  # by cell, sums without gradient: 0 as their divisors, as a read checks
+        self.losses: dict[int, Tensor] = {}  # by cell
         self.values: dict[int, Tensor] = {}  # by cell, losses of tokens, if `loss_fn` returns one value per token
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: Any = None  # arguments of a loss that is looked at
         is_reduced = self._stage.head_parallel is not None  # under DDP or FSDP2 each forward needs a backward
         self._is_unseen = not any(weighting.shares) and not is_reduced
         self._passed_over = ""  # in words: the answer to a segment without targets, if no divisor
-
-    @property
-    def losses(self) -> dict[int, Tensor]:
-        """The losses of units with a loss, by cell."""
-        return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
         if self._batch.arguments.return_outputs and not unit.is_again:
@@ -69,7 +65,7 @@ class ToLoss:
         elif is_called:
             loss = self._loss(unit, output, self._targets[unit.cell])
             if loss is not None and not unit.is_again:
-                unit.loss = loss.detach()
+                self.losses[unit.cell] = loss.detach()
             if unit.training and loss is not None and loss.requires_grad:
                 if self.divides:
                     self._find_leaves(loss, output)
@@ -84,10 +80,6 @@ class ToLoss:
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return unit.seeds
-
-    def end(self, unit: LiveUnit) -> None:
-        if self._looked_at is not None:
-            self._look(unit)
 
     def _run_head(self, unit: LiveUnit, output: Any, target: Any) -> None:
         """Runs the head's forward and backward at once: logits of one segment are alive, the hidden gradient stays."""
@@ -104,7 +96,7 @@ class ToLoss:
         with measured:
             loss = self._loss(unit, hidden, target)
         if loss is not None:
-            unit.loss = loss.detach()
+            self.losses[unit.cell] = loss.detach()
         if loss is None or not loss.requires_grad:
             return
         if self.divides:
@@ -233,8 +225,10 @@ class ToLoss:
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients
 
-    def _look(self, unit: LiveUnit) -> None:
+    def end(self, unit: LiveUnit) -> None:
         """Checks, outside of the stage's own unit, whether weighted losses of segments add up to the whole loss."""
+        if self._looked_at is None:
+            return
         (output, target, leaves), self._looked_at = self._looked_at, None
         look, loss_fn, stage = self._loss_look, self._loss_fn, self._stage
         if isinstance(loss_fn, nn.Module):  # DDP would count this forward

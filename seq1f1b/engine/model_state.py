@@ -182,12 +182,12 @@ def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
 # -- random state ------------------------------------------------------------------------------------------------------
 
 
-_generators = threading.Lock()  # ranks that are threads read and set torch's generators one at a time
+GENERATORS = threading.RLock()  # ranks that are threads use torch's generators, of the whole process, one at a time
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     """Returns the states of torch's generators: the CPU's, and the device's."""
-    with _generators:
+    with GENERATORS:
         states = [torch.get_rng_state()]
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
@@ -195,7 +195,7 @@ def generator_states(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def set_generator_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    with _generators:
+    with GENERATORS:
         torch.set_rng_state(states[0])
         if device.type != "cpu":
             torch.get_device_module(device).set_rng_state(states[1], device)
@@ -291,7 +291,8 @@ class ComparableRun(TorchFunctionMode):
             return args[0]
         if name == "scaled_dot_product_attention":
             args, kwargs = self._without_dropout(args, kwargs)
-        if self._dtype is None or _is_ours():
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if self._dtype is None or caller.startswith(_OURS):  # attention casts slopes to a kernel's dtype
             return func(*args, **kwargs)
         return self._run_wide(func, name, args, kwargs)
 
@@ -321,11 +322,6 @@ class ComparableRun(TorchFunctionMode):
         return result.to(self._dtype) if is_new else result
 
 
-def _is_ours() -> bool:
-    """Returns whether an operation of this package is the caller: attention casts slopes to a kernel's dtype."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_OURS)
-
-
 def is_abstract() -> bool:
     """Returns whether tensors have no values, as within torch.func."""
     return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
@@ -342,15 +338,13 @@ def is_compiled_whole(module: nn.Module) -> bool:
 def runs_compiled(module: nn.Module) -> bool:
     """Returns whether the module is compiled, whole or in a method; does not look at submodules."""
     kind: Any = type(module)
-    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
+    return is_compiled_whole(module) or any(
+        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable")
+        for owner in (module, *_own_kinds(kind))
+        for value in vars(owner).values()
+    )
 
 
 @cache
 def _own_kinds(kind: type) -> tuple[type, ...]:
     return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
-
-
-def _has_compiled(owner: Any) -> bool:
-    return any(
-        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable") for value in vars(owner).values()
-    )

@@ -413,22 +413,20 @@ class FileTier(Tier):
         """Makes the file, and tries a block: a directory may have no room, or refuse transfers around the cache."""
         try:
             made = self._descriptor = Descriptor(partial(_open_without_name, self._directory))
+            for flags in (os.O_DIRECT, 0):
+                self._is_direct = bool(flags)
+                try:
+                    fcntl.fcntl(made.number, fcntl.F_SETFL, flags)
+                    for is_out in (True, False):
+                        self._transfer(is_out, self._chunk_address, BLOCK, 0)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not flags:
+                        raise
         except OSError as error:
             raise OSError(
                 f"offload directory {self._directory}: no file can be made there: {error.strerror}"
             ) from error
-        for flags in (os.O_DIRECT, 0):
-            self._is_direct = bool(flags)
-            try:
-                fcntl.fcntl(made.number, fcntl.F_SETFL, flags)
-                for is_out in (True, False):
-                    self._transfer(is_out, self._chunk_address, BLOCK, 0)
-                break
-            except OSError as error:
-                if error.errno != errno.EINVAL or not flags:
-                    raise OSError(
-                        f"offload directory {self._directory}: no file can be written and read there: {error.strerror}"
-                    ) from error
         return made
 
 

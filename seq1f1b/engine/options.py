@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
+from seq1f1b.engine.replicas import without_wrapper
+from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.files import check_number, check_part, nearest_name
 from seq1f1b.flat import whole
 from seq1f1b.partition import ModelShape, partition_sequence
@@ -203,12 +204,14 @@ class Options:
     @cached_property
     def head(self) -> VocabularyParallelHead | None:
         """The rank's shard of the output layer, if the vocabulary is spread over the ranks."""
-        return shard_of(self.loss_fn, VocabularyParallelHead)
+        inner = without_wrapper(self.loss_fn)
+        return inner if isinstance(inner, VocabularyParallelHead) else None
 
     @cached_property
     def embedding_shard(self) -> VocabularyParallelEmbedding | None:
         """The rank's shard of the input embedding, if the vocabulary is spread over the ranks."""
-        return shard_of(self.embedding, VocabularyParallelEmbedding)
+        inner = without_wrapper(self.embedding)
+        return inner if isinstance(inner, VocabularyParallelEmbedding) else None
 
     def sizes_of(self, length: int, documents: tuple[int, ...] | None = None) -> list[int]:
         """Returns the tokens of the segments of a sequence of ``length`` tokens.

@@ -20,7 +20,7 @@ from seq1f1b import _C, where
 from seq1f1b.above import above
 from seq1f1b.engine.offload import FileTier, Tier
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.replicas import check_parts, data_parallel, without_wrapper
+from seq1f1b.engine.replicas import data_parallel, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
@@ -100,8 +100,7 @@ class Pipeline(OfOneProcess):
                 shard.check_place(self.rank, self.num_ranks)
         self.parallels: dict[int, Any] = {}  # Ddp or Fsdp of the rank's modules that are wrapped, by id
         for place, module in self.placed_modules():
-            check_parts(place, module)
-            if (found := data_parallel(module)) is not None:
+            if (found := data_parallel(place, module)) is not None:
                 self.parallels[id(module)] = found
         self._gpu_part = gpu_part
         self.tier: Tier | None = None
@@ -147,10 +146,6 @@ class Pipeline(OfOneProcess):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
-
-    def lower(self, schedule: Schedule) -> Any:
-        """Returns an order as a program of the executor, for edges between GPUs or through host memory."""
-        return schedule._lower_for(self.is_between_gpus, self.rank)
 
     def connect(self, program: Any) -> None:
         """Opens the rank's ends of all edges of a program; all ranks take the edges in equal order."""
@@ -244,22 +239,21 @@ def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
     Raises:
         ValueError: the attribute has another form.
     """
-    return [(stage, *place) for stage, module in stages for place in _places(module)]
-
-
-def _places(module: Any) -> Iterator[tuple[int, int]]:
-    place = getattr(module, "pipeline_place", None)
-    if place is not None:
+    found: list[Place] = []
+    for stage, module in stages:
+        place = getattr(module, "pipeline_place", None)
+        if place is None:
+            children = module.children() if isinstance(module, nn.Module) else ()
+            found += places_of((stage, child) for child in children)
+            continue
         is_pair = isinstance(place, tuple) and len(place) == 2 and all(type(number) is int for number in place)
         if not is_pair or not 0 <= place[0] < place[1]:
             raise ValueError(
                 f"pipeline_place of {type(module).__name__} is {place!r}, must be (index, count): the stage's index, "
                 "and the number of stages of the model"
             )
-        yield place
-    elif isinstance(module, nn.Module):
-        for child in module.children():
-            yield from _places(child)
+        found.append((stage, *place))
+    return found
 
 
 def check_places(everyones: Sequence[Sequence[Place]], rank_of_stage: Sequence[int]) -> None:

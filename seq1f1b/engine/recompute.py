@@ -10,7 +10,6 @@ before its own backward, so the order needs no unit for the block.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,15 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from seq1f1b.attention.unit import LiveUnit, current, enter
 from seq1f1b.engine.features import Feature, Pass, Received
-from seq1f1b.engine.model_state import generator_states, is_compiled_whole, set_generator_states
+from seq1f1b.engine.model_state import GENERATORS, generator_states, is_compiled_whole, set_generator_states
 from seq1f1b.engine.options import Options, check_share
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import Stage, StageStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
-
-_generators = threading.RLock()  # torch's default generators belong to the whole process
 
 
 class Recomputing(Feature):
@@ -132,7 +129,7 @@ def one_at_a_time(run: Pass) -> Pass:
     """Returns ``run`` under a lock on random numbers, for ranks that are threads and share generators."""
 
     def alone(cell: int, received: Received) -> Any:
-        with _generators:
+        with GENERATORS:
             return run(cell, received)
 
     return alone
@@ -156,7 +153,7 @@ class BlockRecomputing(Feature):
         self.is_idle = options.memory.blocks is None
         if options.memory.blocks is None:
             return
-        module: Any = without_wrapper(stage.module)  # type: ignore[arg-type]
+        module: Any = without_wrapper(stage.module)
         self.index, (name, self.share) = stage.index, options.memory.blocks
         try:
             found = module.get_submodule(name)

@@ -214,31 +214,32 @@ def _outermost_sharded(module: nn.Module) -> list[Any]:
     return [part for child in module.children() for part in _outermost_sharded(child)]
 
 
-def data_parallel(module: Any) -> Ddp | Fsdp | None:
-    """Returns the handler of a module; None if nothing in the module is under DDP or FSDP2."""
+def data_parallel(place: str, module: nn.Module) -> Ddp | Fsdp | None:
+    """Returns the handler of a module; None if nothing in the module is under DDP or FSDP2.
+
+    Refuses DDP on parts of the module, and warns of trained parameters outside of submodules under FSDP2.
+    """
     if isinstance(module, DistributedDataParallel):
         return Ddp(module)
-    return Fsdp(module) if isinstance(module, nn.Module) and _outermost_sharded(module) else None
-
-
-def check_parts(place: str, module: nn.Module) -> None:
-    """Refuses DDP on parts of a module, and warns of trained parameters outside of submodules under FSDP2."""
-    parallel = data_parallel(module)
-    inner = [] if isinstance(parallel, Ddp) else [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    inner = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     if any(dist.get_world_size(part.process_group) > 1 for part in inner):
         raise ValueError(
             f"{place} holds DDP inside, which takes one backward per forward: a pipeline step has many. Wrap the whole "
             "stage, after torch.compile"
         )
-    held = {id(p) for root in getattr(parallel, "roots", ()) for p in root.parameters()}
+    parallel = Fsdp(module)
+    if not parallel.roots:
+        return None
+    held = {id(p) for root in parallel.roots for p in root.parameters()}
     names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if isinstance(parallel, Fsdp) and parallel.replicas > 1 and names:
+    if parallel.replicas > 1 and names:
         warnings.warn(
             f"{place}: parts of it are under FSDP2, and {len(names)} parameters, as {names[0]!r}, are not: the "
             f"{parallel.replicas} replicas train these apart unless the script reduces their gradients. Call "
             "fully_shard on the whole module, too, after its parts",
             stacklevel=4,  # where the engine is made
         )
+    return parallel
 
 
 def is_reduced(module: nn.Module) -> bool:
@@ -253,6 +254,6 @@ def is_reduced(module: nn.Module) -> bool:
     )
 
 
-def without_wrapper(module: nn.Module) -> nn.Module:
+def without_wrapper(module: Any) -> Any:
     """Returns the user's module: DDP wraps it in a module, FSDP2 does not."""
     return module.module if isinstance(module, DistributedDataParallel) else module

@@ -20,7 +20,7 @@ from seq1f1b.engine.batch import Batch, StepArguments, sequence_length
 from seq1f1b.engine.features import Feature
 from seq1f1b.engine.findings import explained, look_at_batches, look_at_targets, samples_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
-from seq1f1b.engine.measure import Activations, Measuring
+from seq1f1b.engine.measure import Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
 from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
@@ -59,7 +59,6 @@ class Runner:
             micro-batch) and stages_per_rank; None: only a plan brings an order.
         is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
         is_whole: units are whole micro-batches, as outside a step.
-        tells: whether warnings are shown, or only collected.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class Runner:
         *,
         is_tuned: bool = False,
         is_whole: bool = False,
-        tells: bool = True,
     ) -> None:
         self.pipeline = pipeline
         self.setting = Setting(schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
-            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
-            for index in pipeline.modules
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole) for index in pipeline.modules
         }
         self.orders: dict[Hashable, RankOrder] = {}  # by the key of `order`; the last used at the end
         self.build = build
@@ -87,8 +84,8 @@ class Runner:
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
-        self.activations: dict[int, Activations] = {}  # by stage, if measured
-        self.look_seconds: dict[int, float] = {}  # by stage, of the last look
+        # By stage, figures of the features that measure in first steps of a shape, as of the last such step.
+        self.first_figures: dict[int, dict[str, Any]] = {index: {} for index in pipeline.modules}
         self._has_had_rows, self._epoch = False, 0  # the group's epoch at the last meeting
         self._executor: Any = None  # the executor of the running units
         self._bare = pipeline.bare_modules()
@@ -139,7 +136,7 @@ class Runner:
             if counts is not None:
                 schedule = schedule_of_rows(counts, parents, plan, self.build, self.pipeline, self.setting.options)
             schedule = schedule if training else schedule.forward_only()
-            program = self.pipeline.lower(schedule)
+            program = schedule._lower_for(self.pipeline.is_between_gpus, self.pipeline.rank)
             executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
             found = RankOrder(schedule, self.pipeline.rank, program, executor)
             if len(self.orders) == MOST_ORDERS:
@@ -168,7 +165,13 @@ class Runner:
                     step, losses, seconds = self._run(arguments, around)
                 group.end_step(failed=False)
             except BaseException as error:
-                told = self._end_failed_step(error, self._executor)
+                # The next step waits until every rank has left this step. Gradients that `StepGradients` keeps apart
+                # are as before the step; all others hold the sums of the units that have run.
+                told = error
+                if not isinstance(error, (Disagreement, _C.PipelineError)):
+                    told, text = explained(error, self._executor, self.stages)
+                    group.fail(text)
+                group.end_step(failed=not isinstance(error, Disagreement))  # which is raised on every rank
                 mark_as_told(told)
                 if told is error:
                     raise
@@ -177,8 +180,7 @@ class Runner:
         if step.batch.is_new:
             self._known_shapes.add((record.training, record.length, self.setting.options.num_segments))
             for index, own in record.figures.items():
-                self.activations |= {index: own["activations"]} if "activations" in own else {}
-                self.look_seconds |= {index: own["look_seconds"]} if "look_seconds" in own else {}
+                self.first_figures[index] |= own
         schedule = record.order.schedule
         self._last_was_plain = record.training and schedule.rows is None and schedule is self.setting.schedule
         if not arguments.training:  # other ranks may have left: an error stays on this rank
@@ -295,10 +297,7 @@ class Runner:
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.most_away)
         start = time.perf_counter()
-        with inside_step(), on_device, ExitStack() as around:
-            step.around = around
-            if step.has_features:
-                step.surround(around)
+        with inside_step(), on_device, step.around:
             _C.executor_step(
                 order.executor,
                 pipeline.group.step,
@@ -356,23 +355,3 @@ class Runner:
         if self.divides is not False:
             apart |= {id(p): p for module in self._bare for p in module.parameters()}
         return StepGradients(list((apart | wide).values()), wide, dtype)
-
-    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
-        """Ends the step on every rank, and puts stage and unit in front of the error.
-
-        The next step waits until every rank has left this step. Gradients that ``StepGradients`` keeps apart are as
-        before the step; all others hold the sums of the units that have run.
-        """
-        group = self.pipeline.group
-        if isinstance(error, Disagreement):  # raised on every rank
-            group.end_step(failed=False)
-            return error
-        found = error
-        if not isinstance(error, _C.PipelineError):
-            found, text = explained(error, executor, self.stages)
-            group.fail(text)
-        group.end_step(failed=True)
-        return found
-
-
-# -- set-up: the ranks meet, compare their arguments, and open the edges between their stages --------------------------

@@ -65,7 +65,7 @@ def set_up(
         pipeline = Pipeline(modules, device, options, joined, order, agreement, gpu_part)
         builder = None if isinstance(source, Schedule) else source
         runner = Runner(pipeline, options, order, builder, is_tuned=source is first_order)
-        pipeline.connect(pipeline.lower(order))
+        pipeline.connect(order._lower_for(pipeline.is_between_gpus, pipeline.rank))
         if not pipeline.is_between_gpus:
             runner.order(training=True)
         if not joined.is_thread:

@@ -33,6 +33,7 @@ from seq1f1b.engine.measure import storages_of
 from seq1f1b.engine.model_state import runs_compiled
 from seq1f1b.engine.replicas import is_reduced
 from seq1f1b.engine.stage import Stage, StageStep
+from seq1f1b.engine.ties import num_hooks
 
 __all__: list[str] = []
 
@@ -133,7 +134,7 @@ class WeightGradients(Feature):
         if id(weight) not in self._held:
             edge = get_gradient_edge(weight)
             self._held[id(weight)] = sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
-        return _has_hooks(weight) or self._held[id(weight)]
+        return num_hooks(weight) > 0 or self._held[id(weight)]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Returns the weight in autocast's dtype, cast once per step as by autocast."""
@@ -190,7 +191,7 @@ class Layer:
             or not torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
-            or (self.part.is_hooked(weight) if self.adds else _has_hooks(weight))
+            or (self.part.is_hooked(weight) if self.adds else num_hooks(weight) > 0)
         )
 
 
@@ -207,7 +208,7 @@ class Use(NamedTuple):
 
     def is_ours(self, ctx: Any) -> bool:
         """Returns, in a backward, whether autograd would accumulate the weight's gradient, and need not."""
-        if torch.is_grad_enabled() or _has_hooks(self.weight):  # create_graph=True, or a hook
+        if torch.is_grad_enabled() or num_hooks(self.weight):  # create_graph=True, or a hook
             return False
         try:  # False: torch.autograd.grad, or backward(inputs=...), of other tensors
             return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
@@ -313,10 +314,6 @@ def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
-
-
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------

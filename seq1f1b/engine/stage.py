@@ -38,7 +38,6 @@ class Stage:
     Args:
         features: classes of the features, listed in ``runner.py``.
         is_whole: units are whole micro-batches, as outside a step.
-        tells: whether warnings are shown, or only collected.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Stage:
         features: Sequence[type[Feature]],
         *,
         is_whole: bool,
-        tells: bool,
     ) -> None:
         self.module: nn.Module | Callable[..., Any] = pipeline.modules[index]
         self.index, self.device, self.num_stages = index, pipeline.device, pipeline.num_stages
@@ -63,7 +61,7 @@ class Stage:
         self.tier: Any = pipeline.tier  # for saved tensors; None: no tier
         self.in_threads = pipeline.group.is_thread  # ranks that are threads share random generators
         self.is_whole = is_whole
-        self.findings = Findings(options.attention, tells=tells)
+        self.findings = Findings(options.attention)
         self.parallel = pipeline.parallels.get(id(self.module))
         self.head_parallel = pipeline.parallels.get(id(self.loss_fn))
         # Ddp or Fsdp of the module and of the head, if wrapped.
@@ -78,11 +76,6 @@ class Stage:
     def modules(self) -> list[nn.Module]:
         """The stage's module, and the loss if it is a module."""
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
-
-    @property
-    def gradient_divisor(self) -> float | None:
-        """The number by which DDP or FSDP2 divides the sum of replicas' gradients; None without DDP and FSDP2."""
-        return next((parallel.divisor for parallel in self.wrappers), None)
 
     @property
     def trained_weights(self) -> int:

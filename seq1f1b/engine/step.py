@@ -81,8 +81,7 @@ class Step:
         self._stage_steps: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Any, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage: runs a piece of W
-        self.around: ExitStack | None = None  # contexts around all units, while units run
-        self.has_features = False  # whether a feature has work; set by prepare
+        self.around = ExitStack()  # the features' contexts around all units, from `prepare` to the last unit
 
     def share_weights(self) -> None:
         """Shares weights of micro-batches found by targets with all ranks, for auxiliary losses. Collective."""
@@ -124,9 +123,11 @@ class Step:
             batch.read.read()
         for index, stage_step in self._stage_steps.items():
             self._connect(index, stage_step, weighting)
-        self.has_features = any(stage_step.features for stage_step in self._stage_steps.values())
-        if self.around is not None:
-            self.surround(self.around)
+            others = [m for other in self._stages.values() if other is not stage_step.stage for m in other.modules]
+            for feature in stage_step.features:
+                context = feature.in_step(others)
+                if context is not None:
+                    self.around.enter_context(context)
         return batch.sizes
 
     def _connect(self, index: int, stage_step: StageStep, weighting: Weighting) -> None:
@@ -149,15 +150,6 @@ class Step:
             found |= {letter: outside(found[letter]) for letter in _OUTSIDE_AUTOCAST if letter in found}
         self._fills[index] = found.get("fill")
         self._passes[index] = tuple(map(found.get, _C.PASSES))
-
-    def surround(self, around: ExitStack) -> None:
-        """Enters the features' contexts around all units, :meth:`Feature.in_step`, once the units are known."""
-        for own in self._stage_steps.values():
-            others = [m for other in self._stage_steps.values() if other is not own for m in other.stage.modules]
-            for feature in own.features:
-                context = feature.in_step(others)
-                if context is not None:
-                    around.enter_context(context)
 
     def look_back(self) -> None:
         """Calls the features' ``look_back`` in the first step of a shape, after the units and outside of contexts."""
@@ -196,6 +188,7 @@ class Step:
 
     def end(self) -> None:
         """Ends the step of stages, after the last unit or an error."""
+        self.around.close()
         for each in self._stage_steps.values():
             each.end()
 

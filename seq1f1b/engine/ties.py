@@ -366,7 +366,7 @@ def check_hooks(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(_hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
 
 
-def num_hooks(parameter: nn.Parameter) -> int:
+def num_hooks(parameter: Tensor) -> int:
     """Returns the number of hooks on the parameter's gradient."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.transport import RankGroup
 
 __all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
-
-
-_Shard = TypeVar("_Shard", bound="VocabularyShard")
 
 
 class VocabularyShard(nn.Module):
@@ -344,12 +340,6 @@ class Statistics(NamedTuple):
     log_sum: Tensor
     of_target: Tensor
     total: Tensor
-
-
-def shard_of(module: Any, kind: type[_Shard]) -> _Shard | None:
-    """Returns the shard in an engine's ``loss_fn`` or ``embedding``, without DDP; None: no shard of the kind."""
-    inner = without_wrapper(module) if isinstance(module, nn.Module) else None
-    return inner if isinstance(inner, kind) else None
 
 
 @torch.no_grad()

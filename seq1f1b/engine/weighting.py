@@ -75,10 +75,10 @@ class Weighting:
             for row, own in zip(every, totals, strict=True):
                 self.counts += row[rank::num_parts]
                 self.shares += [num_parts * (count / own if own else 0.0) for count in row[rank::num_parts]]
-        divisor, total, scale = last.gradient_divisor, arguments.loss_weight, arguments.gradient_scale
+        total, scale = arguments.loss_weight, arguments.gradient_scale
         self.sum_seed = scale
         if total is not None:
-            scale *= 1.0 if divisor is None else divisor / num_parts
+            scale *= last.wrappers[0].divisor / num_parts if last.wrappers else 1.0
             self.sum_seed = scale * num_parts / total
         elif self.batch.by_targets:
             total = sum(totals)
@@ -134,9 +134,9 @@ class Weighting:
         """Returns the factor for gradients of sums, once all segments' divisors are known. Collective over replicas."""
         if self.arguments.loss_weight is not None:
             return 1.0
-        total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
-        if divisor is not None:
-            total = last.wrappers[0].sum(total, self._device)
+        total, divisor = sum_divisors(divisors.values()), 1.0
+        if last.wrappers:
+            total, divisor = last.wrappers[0].sum(total, self._device), last.wrappers[0].divisor
         elif self.options.sequence_parallel[1] > 1:
             raise ValueError(
                 "loss_fn returned its sum and its divisor; with sequence_parallel= the ranks of DDP or FSDP2 add up "
@@ -144,7 +144,7 @@ class Weighting:
             )
         if not total:
             last.findings.say("the divisors that loss_fn returned in this step are all 0: gradients stay as they were")
-        return (divisor or 1.0) / total if total else 0.0
+        return divisor / total if total else 0.0
 
     def divided(self, losses: dict[int, Tensor], divisors: Mapping[int, float]) -> list[Tensor]:
         """Returns losses of the M micro-batches from sums and divisors of segments (by cell); 0 for a divisor of 0."""

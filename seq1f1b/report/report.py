@@ -439,7 +439,7 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
-        look_seconds=sum(runner.look_seconds.values()),
+        look_seconds=sum(own.get("look_seconds", 0) for own in runner.first_figures.values()),
         clock="device" if is_on_gpu else "host",
         tokens=record.tokens,
         device_peak_bytes=torch.cuda.max_memory_allocated(pipeline.device) if is_cuda else 0,
@@ -463,7 +463,7 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
             tables[name][stage] = np.rint(each * np.array(record.sizes))
         return schedule.peak_memory(StepMemory(logits=logits, **tables)).total[rank]
 
-    measured: Activations | None = runner.activations.get(stage)
+    measured: Activations | None = runner.first_figures[stage].get("activations")
     saved = gradients = None
     if measured is not None:
         logits = round(measured.head * max(record.sizes))
