@@ -57,8 +57,9 @@ def weight_paths(folder: str) -> list[str]:
         names = _indexed(index)
     else:
         raise ValueError(
-            f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Of other files a rank cannot read a "
-            f"part: write safetensors, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
+            f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Each rank reads a part of the weights, "
+            "and only safetensors can be read in part: write safetensors by "
+            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
         )
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
