@@ -14,7 +14,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from seq1f1b.attention.causal import token_offset
 from seq1f1b.transformers.attention_function import attention, no_mask
-from seq1f1b.transformers.look import current_record
+from seq1f1b.transformers.look import cannot, current_record
 from seq1f1b.transformers.twins import become
 
 __all__ = ["adapt"]
@@ -169,8 +169,7 @@ class _FalconDecoder(_Decoder):
     @staticmethod
     def check(module: Any, path: str) -> None:
         if module.use_alibi:
-            what = f"{path} rounds its ALiBi biases to bfloat16, which no other attention does"
-            raise ValueError(f"{type(module).__name__} cannot be cut into stages that run by segments: {what}")
+            raise cannot(module, f"{path} rounds its ALiBi biases to bfloat16, which no other attention does")
 
 
 class _SharedTransformer(_Own):
