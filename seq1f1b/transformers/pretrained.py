@@ -70,10 +70,7 @@ def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
     def load() -> None:
         for stage in stages:
-            if stage.peft_model is not None:
-                _load_adapters(stage, folder)
-            else:
-                _load_weights(stage, folder)
+            (_load_weights if stage.peft_model is None else _load_adapters)(stage, folder)
 
     together(engine, f"{folder} was not loaded", load, ValueError)
 
