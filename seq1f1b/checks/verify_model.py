@@ -315,7 +315,7 @@ def _refusal(runner: Runner, model: Any) -> str:
 @sendable
 @dataclass(frozen=True)
 class _TensorForm:
-    """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
+    """Shape and dtype of a tensor in a sent value. One message for each tensor follows the value."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -329,27 +329,18 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """
     if source == destination:
         return value if group.rank == source else None
-    told, parts = None, list[Tensor]()
 
-    def sent(tensor: Tensor) -> _TensorForm:
-        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+    def form_of(tensor: Tensor) -> _TensorForm:
         return _TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
-    if group.rank == source:
-        told = mapped(value, sent)
-    told, sizes = group.all_gather_object([told, list(map(len, parts))])[source]
-    if group.rank == source:
-        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
-        group.exchange(data, [destination], [], data)
-    if group.rank != destination:
-        return None
-    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
-
     def taken(form: _TensorForm) -> Tensor:
-        return next(arrived).clone().view(getattr(torch, form.dtype)).view(form.shape)
+        like = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device="cpu")
+        return group.exchange(None, [], [source], like)[source]
 
-    return mapped(told, taken, _TensorForm)
+    forms = group.all_gather_object(mapped(value, form_of) if group.rank == source else None)[source]
+    for tensor in tensors_of(value) if group.rank == source else ():
+        group.exchange(tensor.detach(), [destination], [], tensor.detach())
+    return mapped(forms, taken, _TensorForm) if group.rank == destination else None
 
 
 def _joined(own: Any, theirs: Any) -> Any:
