@@ -141,6 +141,11 @@ def _mpt_slopes(num_heads: int) -> Any:
 
 
 class _Decoder(_Own):
+    @staticmethod
+    def check(module: Any, path: str) -> None:
+        if getattr(module, "use_alibi", False):  # Falcon's
+            raise cannot(module, f"{path} rounds its ALiBi biases to bfloat16, which no other attention does")
+
     def forward(
         self: Any,
         input_ids: Any = None,
@@ -163,13 +168,6 @@ class _Decoder(_Own):
             hidden = layer(hidden, attention_mask=attention_mask, **more)[0]
         norm = self._modules["norm_f" if "norm_f" in self._modules else "ln_f"]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=norm(hidden))
-
-
-class _FalconDecoder(_Decoder):
-    @staticmethod
-    def check(module: Any, path: str) -> None:
-        if module.use_alibi:
-            raise cannot(module, f"{path} rounds its ALiBi biases to bfloat16, which no other attention does")
 
 
 class _SharedTransformer(_Own):
@@ -209,7 +207,7 @@ _OWN: dict[str, type[_Own]] = {
     "MptAttention": _Mpt,
     "MptModel": _Decoder,
     "FalconAttention": _Falcon,
-    "FalconModel": _FalconDecoder,
+    "FalconModel": _Decoder,
     "ZambaHybridLayer": _SharedTransformer,
     "Zamba2HybridLayer": _SharedTransformer,
     "Gemma3nTextModel": _PerLayer,
