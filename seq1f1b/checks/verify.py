@@ -38,7 +38,6 @@ _SAME = 1e-4
 # of one number, because the whole model may be exact by chance. For 600 correct models in fp32, bf16 and fp16, the
 # largest error was half of the allowed one.
 _ROUNDINGS = 4.0
-CUT = "the cut"
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
             tolerance = math.sqrt(torch.finfo(_own_dtype(runner)).eps) if wide is None else _SAME
             first = whole.first_difference(truth, chain, tolerance)
             if not cut:
-                result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
+                result = replace(result, causes=(f"the cut: {first or _without_module(cut)}", *differences))
     finally:
         session.end()
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
