@@ -226,7 +226,7 @@ def make_part(
         places[f"{whole.path}.{exit.message.first}"] = exit
     if entry is not None:
         places[f"{whole.path}.{entry.message.first - 1}"] = entry
-    put(part, {**instead, **own, **places}, copied=set())
+    put(part, {**instead, **own, **places}, copies_parents=True)
     for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
         if isinstance(stand_in, (AbsentLayer, Entry, Exit, NoEmbedding)):
             stand_for(layer, stand_in, whole.outputs)
