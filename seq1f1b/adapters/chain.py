@@ -231,17 +231,13 @@ class _Cut:
         else:
             outputs = tuple(made[node] for node in self.handed_on(stage))
             new.output(outputs[0] if len(outputs) == 1 else outputs)
-        return self._module(new, stage)
-
-    def _module(self, graph: fx.Graph, stage: int) -> ChainStage:
-        for node in graph.nodes:
+        for node in new.nodes:
             node.meta.clear()  # a copy of a stage would copy the objects in meta
         root = nn.Module()
-        vars(root).update(vars(self.model))
-        vars(root).update(self.traced.constants)
-        part = ChainStage(root, graph, type(self.model).__name__)
+        vars(root).update(vars(self.model) | self.traced.constants)
+        part = ChainStage(root, new, type(self.model).__name__)
         part.meta["seq1f1b_place"] = (stage, self.count)
-        for node in graph.nodes:
+        for node in new.nodes:
             if node.op == "get_attr" and node.target not in self._state:
                 owner, _, name = str(node.target).rpartition(".")
                 part.get_submodule(owner)._non_persistent_buffers_set.add(name)  # fx would save the buffer in the state

@@ -244,9 +244,8 @@ def is_size(node: fx.Node) -> bool:
         return False
     if node.target is getattr:
         return node.args[1] in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
-    parents = [parent for parent in node.all_input_nodes if parent.op != "placeholder"]
     of_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-    return of_numbers and any(map(is_size, parents))
+    return of_numbers and any(map(is_size, node.all_input_nodes))
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -347,15 +347,12 @@ class RowShard(Tensor):
         shard._local, shard._first_row = local, first_row
         return shard
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        offsets = torch.Size((self._first_row, *(0 for _ in self._local.shape[1:])))
-        return ChunkStorageMetadata(offsets, self._local.shape)
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
+        offsets = torch.Size((self._first_row, *(0 for _ in self._local.shape[1:])))
+        return [ChunkStorageMetadata(offsets, self._local.shape)]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        chunk = self._chunk()
+        (chunk,) = self.__create_chunk_list__()
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self._local), self.shape)
         return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule
 
 from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.engine import PipelineEngine
@@ -24,15 +24,9 @@ from seq1f1b.schedule import Schedule
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
-class _SegmentSchedule:
+class _SegmentSchedule(_PipelineSchedule):
     """The common part of both schedules: torch's ``step`` over a :class:`seq1f1b.PipelineEngine`."""
 
-    _n_microbatches: int  # this attribute and the next five are those of torch's base classes
-    _loss_fn: Callable[..., Tensor] | None
-    _has_backward: bool
-    _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
-    _merge_outputs: Callable[[list[Any]], Any]
-    _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _family: str  # default value of the engine's argument schedule
 
     def __init__(
@@ -71,7 +65,8 @@ class _SegmentSchedule:
         )
         inspect.signature(PipelineEngine).bind(None, **self._arguments)
         self._engine: PipelineEngine | None = None
-        super().__init__(  # type: ignore[call-arg] # of torch's schedule, the second base of the classes below
+        of_torch: Any = super()  # the second base of the classes below, whose arguments differ from those of its base
+        of_torch.__init__(
             stage,
             n_microbatches,
             loss_fn,

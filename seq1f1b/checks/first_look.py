@@ -442,10 +442,8 @@ def _eps(tensor: Tensor) -> float:
 
 
 def _is_zero(name: str, parameter: Tensor) -> bool:
-    is_floating = is_plain(parameter) and parameter.is_floating_point()
-    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
-        return False
-    return not bool(parameter.any())
+    is_weight = "bias" not in name and is_plain(parameter) and parameter.is_floating_point() and parameter.numel() > 0
+    return is_weight and not bool(parameter.any())
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ _SAME = 1e-4
 # of one number, because the whole model may be exact by chance. For 600 correct models in fp32, bf16 and fp16, the
 # largest error was half of the allowed one.
 _ROUNDINGS = 4.0
-CUT = "the cut"
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         differences = [] if whole is None else whole.compare(plain, found)
         if where:
             differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
-        result = _compare(runner, truth, plain, found, exact, differences, is_compared=not where)
+        result = _compare(runner, truth, plain, found, exact, differences)
         is_random = any(cause.startswith(RANDOMNESS) for cause in result.causes)  # then no two runs are alike
         if whole is not None and not result and not where and not is_random:
             chain = session.run(whole=True, dtype=wide)
@@ -156,7 +155,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
             tolerance = math.sqrt(torch.finfo(_own_dtype(runner)).eps) if wide is None else _SAME
             first = whole.first_difference(truth, chain, tolerance)
             if not cut:
-                result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
+                result = replace(result, causes=(f"the cut: {first or _without_module(cut)}", *differences))
     finally:
         session.end()
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
@@ -287,8 +286,6 @@ def _compare(
     found: Pass,
     exact: Pass | None,
     differences: Sequence[str] = (),
-    *,
-    is_compared: bool = True,
 ) -> Verification:
     """Compares the runs of all ranks, which exchange only numbers and texts. Collective.
 
@@ -297,8 +294,7 @@ def _compare(
         plain: run of the whole model in the engine's dtype.
         found: run of the pipeline in the engine's dtype.
         exact: run of the pipeline in the reference's dtype; None if the engine has this dtype.
-        differences: known differences, beside those of numbers.
-        is_compared: False if the whole model's numbers are not finite; ``differences`` then holds the place.
+        differences: known differences, beside those of numbers; or the place of a number that is not finite.
     """
     runs = [plain, found, exact or found]
     own: list[Any] = [
@@ -324,7 +320,7 @@ def _compare(
     in_wide = {} if exact is None else {name: of_exact for name, (_, _, of_exact) in errors.items()}
     loss, output = errors.pop("loss")[1], errors.pop("output")[1]
     causes = tuple(differences)
-    if is_compared and not all(right.values()):
+    if not all(right.values()) and not any(cause.startswith(NOT_FINITE) for cause in causes):
         if draws:
             seen.append(
                 f"{RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a whole "

@@ -66,8 +66,6 @@ class WholeModel:
         refuse(self._group, "" if self._model is None else self._model.refusal([theirs for theirs, _ in everyones]))
         self._take(arguments, own)
         self.fits_wide: bool = self._group.all_gather_object(self._model is not None and self._model.fits_wide())[0]
-        self._differences: list[str] = []
-        self.notes: list[str] = []
 
     def _take(self, arguments: StepArguments, own: Sequence[NamedTensor]) -> None:
         """Gives rank 0 every rank's values and keyword arguments, and the target of the last stage's rank."""
@@ -76,11 +74,11 @@ class WholeModel:
         mine = values, arguments.target if self._rank == self._last else None, arguments.kwargs, rules
         given = [_sent(self._group, mine, rank, 0) for rank in range(self._group.size)]
         if self._model is not None:
-            self._model.values = [theirs for theirs, *_ in given]
             kwargs, all_rules = arguments.kwargs, self._runner.options.arg_rules
             for _, _, theirs, of_rank in given[1:]:
                 kwargs, all_rules = _joined(kwargs, theirs), {**of_rank, **all_rules}
-            self._model.open(all_rules, replace(arguments, target=given[self._last][1], kwargs=kwargs))
+            whole_batch = replace(arguments, target=given[self._last][1], kwargs=kwargs)
+            self._model.open([theirs for theirs, *_ in given], all_rules, whole_batch)
 
     def note(self, found: Pass) -> None:
         """Takes facts about the stages from a run of the pipeline: the changed buffers and the type of the output."""
@@ -164,7 +162,6 @@ class _Model:
     """Rank 0's model and its pipeline of one stage.
 
     Attributes:
-        values: tensors of each rank's stages, by name.
         session: runs the model, once :meth:`open` was called.
     """
 
@@ -182,8 +179,6 @@ class _Model:
         for name, held in self._held.items():
             if held.kind != "constant":
                 self._names.setdefault(id(held.tensor), []).append(name)
-        self.values: list[dict[str, Tensor]] = []
-        self.session: Any = None
         self._chosen: list[tuple[Tensor, Tensor]] = []  # the model's tensors, each with its value in the stages
         self._frozen: list[str] = []
 
@@ -242,7 +237,7 @@ class _Model:
         taken, stale, apart = list[str](), list[str](), list[str]()
         for names in sorted(self._names.values(), key=lambda names: self._held[names[0]].kind != "parameter"):
             own = self._held[names[0]].tensor
-            values = [(name, theirs[name]) for name in names for theirs in self.values if name in theirs]
+            values = [(name, theirs[name]) for name in names for theirs in self._values if name in theirs]
             if not values:
                 continue
             (name, value), *others = values
@@ -263,15 +258,15 @@ class _Model:
 
     # -- a run -----------------------------------------------------------------------------------------------------
 
-    def open(self, rules: Mapping[str, Any], arguments: StepArguments) -> None:
-        """Creates the pipeline and its session."""
+    def open(self, values: list[dict[str, Tensor]], rules: Mapping[str, Any], arguments: StepArguments) -> None:
+        """Creates the pipeline and its session; ``values``: the tensors of each rank's stages, by name."""
         options = self._runner.options
         given = {field.name: getattr(options, field.name) for field in fields(options)}
         given |= {"num_segments": 1, "segment_sizes": None, "arg_rules": rules, "transport": "auto", "attention": "any"}
         runner = set_up(self.stage, "1f1b", {**given, "memory": Memory()}, LoopbackGroup(1)[0], above, is_whole=False)
         runner.divides = self._runner.divides
         self._trained = [p for _, p in runner.pipeline.named_parameters() if p.requires_grad]
-        self.session = Session(runner, arguments)
+        self._values, self.session = values, Session(runner, arguments)
 
     def fill(self, dtype: torch.dtype | None) -> None:
         """Copies the chosen values into the model; called within a run."""
@@ -320,7 +315,7 @@ def _refusal(runner: Runner, model: Any) -> str:
 @sendable
 @dataclass(frozen=True)
 class _TensorForm:
-    """Shape and dtype of a tensor in a sent value. One message with the bytes of all tensors follows the value."""
+    """Shape and dtype of a tensor in a sent value. One message for each tensor follows the value."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -334,27 +329,18 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """
     if source == destination:
         return value if group.rank == source else None
-    told, parts = None, list[Tensor]()
 
-    def sent(tensor: Tensor) -> _TensorForm:
-        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+    def form_of(tensor: Tensor) -> _TensorForm:
         return _TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
-    if group.rank == source:
-        told = mapped(value, sent)
-    told, sizes = group.all_gather_object([told, list(map(len, parts))])[source]
-    if group.rank == source:
-        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
-        group.exchange(data, [destination], [], data)
-    if group.rank != destination:
-        return None
-    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
-
     def taken(form: _TensorForm) -> Tensor:
-        return next(arrived).clone().view(getattr(torch, form.dtype)).view(form.shape)
+        like = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device="cpu")
+        return group.exchange(None, [], [source], like)[source]
 
-    return mapped(told, taken, _TensorForm)
+    forms = group.all_gather_object(mapped(value, form_of) if group.rank == source else None)[source]
+    for tensor in tensors_of(value) if group.rank == source else ():
+        group.exchange(tensor.detach(), [destination], [], tensor.detach())
+    return mapped(forms, taken, _TensorForm) if group.rank == destination else None
 
 
 def _joined(own: Any, theirs: Any) -> Any:

@@ -163,7 +163,7 @@ def _cut(
         _compare_stage(whole, made, own)
         carry_states(made.causal_lm)
     except (ValueError, *ERRORS) as error:
-        raise ValueError(f"{cannot(model)}: {with_remedy(str(error))}") from error
+        raise cannot(model, with_remedy(str(error))) from error
     made.train(model.training)
     return made
 
@@ -226,7 +226,7 @@ def make_part(
         places[f"{whole.path}.{exit.message.first}"] = exit
     if entry is not None:
         places[f"{whole.path}.{entry.message.first - 1}"] = entry
-    put(part, {**instead, **own, **places}, copied=set())
+    put(part, {**instead, **own, **places}, copies_parents=True)
     for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
         if isinstance(stand_in, (AbsentLayer, Entry, Exit, NoEmbedding)):
             stand_for(layer, stand_in, whole.outputs)
@@ -243,7 +243,7 @@ def message_before(whole: RecordedModel, first: int) -> Message:
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
     if hidden.dim() > 3 and len(dims) != 1:
         what = f"hidden states of shape {tuple(hidden.shape)}, which are not streams of (1, {TOKENS}, hidden)"
-        raise ValueError(f"{cannot(whole.model)}: layer {first} gets {what}; train it whole")
+        raise cannot(whole.model, f"layer {first} gets {what}; train it whole")
     given = [whole.calls[i] for i in range(first, len(whole.layers))]
     values = [value for its in given for name, value in its.items() if name != HIDDEN and isinstance(value, Tensor)]
     stored = {kind for layer in list(whole.layers)[:first] for kind in stores_keys(layer)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -70,26 +69,20 @@ def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:
     if not made:
         return []
     before = [tensor._version for tensor in made]
-    kept = set(_tensors(model)) - set(made)
-    with one_at_a_time, _marked(model, kept), torch.device("cpu"):  # the caller's device may be meta
-        model.initialize_weights()
-    return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
-
-
-@contextmanager
-def _marked(model: nn.Module, kept: set[Tensor]) -> Iterator[None]:
-    """Marks tensors as already loaded inside the ``with`` block, so that ``_init_weights`` skips them."""
-    marked = [tensor for tensor in kept if not hasattr(tensor, _MARK)]
-    holders = [*marked, *model.modules()]
-    for holder in holders:
-        holder.__dict__.pop(_MARK, None)
-    for tensor in marked:
-        tensor.__dict__[_MARK] = True
-    try:
-        yield
-    finally:
+    with one_at_a_time, torch.device("cpu"):  # the caller's device may be meta
+        # Tensors marked as already loaded are skipped by _init_weights; a mark on a module would skip all its tensors.
+        marked = [tensor for tensor in set(_tensors(model)) - set(made) if not hasattr(tensor, _MARK)]
+        holders = [*marked, *model.modules()]
         for holder in holders:
             holder.__dict__.pop(_MARK, None)
+        for tensor in marked:
+            tensor.__dict__[_MARK] = True
+        try:
+            model.initialize_weights()
+        finally:
+            for holder in holders:
+                holder.__dict__.pop(_MARK, None)
+    return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
 
 
 _MARK = "_is_hf_initialized"

@@ -36,7 +36,7 @@ def check_config(model: transformers.PreTrainedModel) -> None:
     head: Any = model.get_output_embeddings()
 
     def refuse(what: str) -> None:
-        raise ValueError(f"{cannot(model)}: {what}")
+        raise cannot(model, what)
 
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
@@ -100,7 +100,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         else "it has no list of layers whose attentions are causal (is_causal), call what attn_implementation names, "
         "and have a layer_idx that counts from 0 (also if layers were dropped or repeated); train it whole"
     )
-    raise ValueError(f"{cannot(model)}: {what}")
+    raise cannot(model, what)
 
 
 def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:

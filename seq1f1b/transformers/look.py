@@ -31,8 +31,9 @@ ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # errors of lib
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 
-def cannot(model: nn.Module) -> str:
-    return f"{type(model).__name__} cannot be cut into stages that run by segments"
+def cannot(model: nn.Module, why: str) -> ValueError:
+    """Returns the error for a model that cannot be cut."""
+    return ValueError(f"{type(model).__name__} cannot be cut into stages that run by segments: {why}")
 
 
 def with_remedy(text: str) -> str:
@@ -216,8 +217,7 @@ def run_sample(model: Any, path: str, layers: nn.ModuleList) -> RecordedModel:
             problems.append((len(whole.calls), error))
     else:
         _, problem = max(problems, key=lambda found: found[0])  # report the attempt that ran the most layers
-        text = f"it does not run as transformers' decoders do: {problem}"
-        raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
+        raise cannot(model, with_remedy(f"it does not run as transformers' decoders do: {problem}")) from problem
     for name in others:
         if next(model.get_submodule(name).parameters(), None) is None:
             whole.kept.append(name)
@@ -235,7 +235,7 @@ def _others(model: Any, path: str, owners: list[str]) -> list[str]:
         names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
         if names:
             what = f"{owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its modules"
-            raise ValueError(f"{cannot(model)}: {what}, and no stage would own that; train it whole")
+            raise cannot(model, f"{what}, and no stage would own that; train it whole")
     holders, others = set(owners), []
     for name, module in model.named_modules():  # a parent comes before its children
         if name.rpartition(".")[0] not in holders or name in (*owners, path):

@@ -14,7 +14,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from seq1f1b.attention.causal import token_offset
 from seq1f1b.transformers.attention_function import attention, no_mask
-from seq1f1b.transformers.look import current_record
+from seq1f1b.transformers.look import cannot, current_record
 from seq1f1b.transformers.twins import become
 
 __all__ = ["adapt"]
@@ -141,6 +141,11 @@ def _mpt_slopes(num_heads: int) -> Any:
 
 
 class _Decoder(_Own):
+    @staticmethod
+    def check(module: Any, path: str) -> None:
+        if getattr(module, "use_alibi", False):  # Falcon's
+            raise cannot(module, f"{path} rounds its ALiBi biases to bfloat16, which no other attention does")
+
     def forward(
         self: Any,
         input_ids: Any = None,
@@ -163,14 +168,6 @@ class _Decoder(_Own):
             hidden = layer(hidden, attention_mask=attention_mask, **more)[0]
         norm = self._modules["norm_f" if "norm_f" in self._modules else "ln_f"]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=norm(hidden))
-
-
-class _FalconDecoder(_Decoder):
-    @staticmethod
-    def check(module: Any, path: str) -> None:
-        if module.use_alibi:
-            what = f"{path} rounds its ALiBi biases to bfloat16, which no other attention does"
-            raise ValueError(f"{type(module).__name__} cannot be cut into stages that run by segments: {what}")
 
 
 class _SharedTransformer(_Own):
@@ -210,7 +207,7 @@ _OWN: dict[str, type[_Own]] = {
     "MptAttention": _Mpt,
     "MptModel": _Decoder,
     "FalconAttention": _Falcon,
-    "FalconModel": _FalconDecoder,
+    "FalconModel": _Decoder,
     "ZambaHybridLayer": _SharedTransformer,
     "Zamba2HybridLayer": _SharedTransformer,
     "Gemma3nTextModel": _PerLayer,

@@ -35,7 +35,6 @@ from seq1f1b.transformers.weight_files import (
 __all__ = ["load_pretrained", "save_pretrained"]
 
 _ADAPTER = "adapter_model.safetensors"
-_FAILED = "no checkpoint was written to {}"
 
 
 def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
@@ -71,10 +70,7 @@ def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
     def load() -> None:
         for stage in stages:
-            if stage.peft_model is not None:
-                _load_adapters(stage, folder)
-            else:
-                _load_weights(stage, folder)
+            (_load_weights if stage.peft_model is None else _load_adapters)(stage, folder)
 
     together(engine, f"{folder} was not loaded", load, ValueError)
 
@@ -124,7 +120,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
     def is_old(name: str) -> bool:
         return name not in kept and (name == INDEX or IS_SHARD.fullmatch(name) is not None)
 
-    save_together(engine, folder, _FAILED.format(folder), write, join, is_old)
+    save_together(engine, folder, "checkpoint", write, join, is_old)
 
 
 def _write(model: Any, folder: str, state: dict[str, Tensor]) -> None:
@@ -201,7 +197,7 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
                     tensors = load_file(os.path.join(part, place, _ADAPTER)) | tensors
                 save_file(tensors, os.path.join(folders[0], place, _ADAPTER), metadata={"format": "pt"})
 
-    save_together(engine, folder, _FAILED.format(folder), write, join)
+    save_together(engine, folder, "checkpoint", write, join)
 
 
 def _load_adapters(stage: CausalLMStage, folder: str) -> None:

@@ -25,7 +25,7 @@ __all__: list[str] = []
 def save_together(
     ranks: Any,
     folder: str,
-    failed: str,
+    what: str,
     write: Callable[[str], None],
     join: Callable[[list[str]], None] = lambda folders: None,
     is_old: Callable[[str], bool] = lambda name: False,
@@ -34,7 +34,7 @@ def save_together(
 
     Args:
         ranks: processes that act together: an engine, or the replicas of a Trainer.
-        failed: beginning of an error's message.
+        what: the content of the files, for an error's message.
         write: writes this rank's files to a given temporary folder.
         join: run by rank 0 when all ranks have written: takes their temporary folders, and may add files to the first.
             Folders inside, whose names begin with a dot, are for this function alone.
@@ -71,7 +71,7 @@ def save_together(
 
     try:
         for action in (begin, find_places, move):
-            together(ranks, failed, action)
+            together(ranks, f"no {what} was written to {folder}", action)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -110,7 +110,7 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
         match = _OPTIMIZER.fullmatch(name)
         return match is not None and int(match[1]) != engine.num_ranks
 
-    save_together(engine, folder, f"no optimizer state was written to {folder}", write, is_old=is_old)
+    save_together(engine, folder, "optimizer state", write, is_old=is_old)
 
 
 def check_resumable(folder: str) -> None:

@@ -20,7 +20,6 @@ import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import seed_worker, sort_checkpoints
 
 from seq1f1b.engine.engine import PipelineEngine
@@ -95,7 +94,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     ) -> None:
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **named).arguments
-        _check_arguments(args, given, type(self), Trainer)
+        _check_arguments(args, given, type(self))
         self._pipeline = dict(pipeline or {})
         self._folder = None
         dtype = self._pipeline.pop("dtype", None)
@@ -244,14 +243,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         """Logs, saves and evaluates on all ranks if a callback on any rank asks for it, to avoid a deadlock."""
-        self._agree_on(self.control)
+        self._agree_on_control()
         super()._maybe_log_save_evaluate(*args, **named)
-        self._agree_on(self.control)
+        self._agree_on_control()
 
-    def _agree_on(self, control: TrainerControl) -> None:
-        everyones = self._replicas.all_gather_object([bool(getattr(control, name)) for name in _FLAGS])
+    def _agree_on_control(self) -> None:
+        everyones = self._replicas.all_gather_object([bool(getattr(self.control, name)) for name in _FLAGS])
         for name, values in zip(_FLAGS, zip(*everyones, strict=True), strict=True):
-            setattr(control, name, any(values))
+            setattr(self.control, name, any(values))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -396,14 +395,14 @@ _FINE: dict[str, Callable[[Any], bool]] = {
 """Whether a pipeline supports a value; other arguments must be left off."""
 
 
-def _check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type, ours: type) -> None:
+def _check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type) -> None:
     """Raises ValueError for unsupported arguments and overridden methods of the Trainer."""
     for name, remedy in _REMEDIES.items():
         value = given.get(name, getattr(args, name, getattr(args.accelerator_config, name, None)))
         if value and not _FINE.get(name, lambda _: False)(value):
             _refuse(f"{name}={getattr(value, 'value', value)!r}", remedy)
     for name in ("compute_loss", "training_step", "prediction_step"):
-        if getattr(trainer, name) is not getattr(ours, name):
+        if getattr(trainer, name) is not getattr(Trainer, name):
             _refuse(f"{trainer.__name__}.{name}", "the engine runs it, by segments: use transformers.Trainer for it")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seq1f1b.attention.packing import document_starts
 from seq1f1b.engine.weighting import IGNORED, shift_labels
+from seq1f1b.nested import mapped, tensors_of
 
 __all__: list[str] = []
 
@@ -48,18 +49,15 @@ class Batch:
 
     def part(self, index: int, count: int) -> Batch:
         """Returns part ``index`` of ``count`` equal parts of the rows."""
-
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.chunk(count)[index]
-
-        return Batch(self.tokens.chunk(count)[index], cut(self.target), cut(self.doc_ids), self.shape)
+        whole = self.tokens, self.target, self.doc_ids
+        tokens, target, doc_ids = mapped(whole, lambda tensor: tensor.chunk(count)[index])
+        return Batch(tokens, target, doc_ids, self.shape)
 
     def digest(self) -> int:
         """Returns a checksum, to compare the batches of ranks."""
         value = 0
-        for tensor in (self.tokens, self.target, self.doc_ids):
-            if tensor is not None:
-                value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)
+        for tensor in tensors_of((self.tokens, self.target, self.doc_ids)):
+            value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)
         return value
 
 

@@ -43,19 +43,16 @@ class Replicas:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all processes, by rank. Collective; a peer's value is never executed, only data."""
-        return [each for theirs in self._gather(self.engine.all_gather_object(value)) for each in theirs]
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Returns the values of the processes that hold this stage, by replica."""
+        found = self.engine.all_gather_object(value)
         if self.count == 1:
-            return [value]
-        packed = pack(value)  # as JSON, which may end in spaces
+            return found
+        packed = pack(found)  # as JSON, which may end in spaces
         most = torch.tensor(len(packed), device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._copies)
         own = torch.tensor(list(packed.ljust(int(most))), dtype=torch.uint8, device=self._device)
         parts = [torch.empty_like(own) for _ in range(self.count)]
         dist.all_gather(parts, own, group=self._copies)
-        return [unpack(bytes(part.tolist())) for part in parts]
+        return [each for part in parts for each in unpack(bytes(part.tolist()))]
 
     def make_alike(self, stage: nn.Module) -> None:
         """Copies the first replica's weights to all replicas."""

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 __all__: list[str] = []
 
 
-def put(root: nn.Module, modules: Mapping[str, nn.Module], copied: set[str] | None = None) -> None:
+def put(root: nn.Module, modules: Mapping[str, nn.Module], *, copies_parents: bool = False) -> None:
     """Puts modules into a model, each at the place of that name.
 
     Args:
-        copied: names of parents that are already copies. Any other parent is copied before the change and added here.
-            None: parents are changed in place.
+        copies_parents: whether each parent but the root is copied before the change, because another model has it, too.
     """
+    copied = set[str]()
     for name, module in modules.items():
         *path, child = name.split(".")
         parent = root
         for i, each in enumerate(path):
             at = ".".join(path[: i + 1])
-            if copied is not None and at not in copied:
+            if copies_parents and at not in copied:
                 parent._modules[each] = shallow(parent.get_submodule(each))
                 copied.add(at)
             parent = parent.get_submodule(each)

@@ -42,14 +42,10 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """Returns a view of the mapped file, whose rows are read when they are used."""
-        with _opened(self.paths[name]) as file:  # a file of its own for each tensor: mapped bytes count as memory
+        from safetensors import safe_open
+
+        with safe_open(self.paths[name], framework="pt") as file:  # one per tensor: mapped bytes count as memory
             return file.get_tensor(name)  # type: ignore[no-any-return]
-
-
-def _opened(path: str) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
 
 
 def weight_paths(folder: str) -> list[str]:
@@ -61,8 +57,9 @@ def weight_paths(folder: str) -> list[str]:
         names = _indexed(index)
     else:
         raise ValueError(
-            f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Of other files a rank cannot read a "
-            f"part: write safetensors, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
+            f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}. Each rank reads a part of the weights, "
+            "and only safetensors can be read in part: write safetensors by "
+            f"AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
         )
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if missing:
@@ -87,10 +84,10 @@ def _indexed(index: str) -> list[str]:
 
 def header_of(path: str) -> dict[str, Tensor]:
     """Returns a safetensors file's tensors by name, on the meta device; refuses damaged and quantized ones."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     try:
-        with _opened(path) as file:
+        with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({os.path.getsize(path)} bytes): {error}") from error

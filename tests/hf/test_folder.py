@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         change("config.json", quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\), which a stage neither reads nor trains",
     ),
-    "no weights": (remove("model.safetensors"), "holds no weights: .* write safetensors, by AutoModelForCausalLM"),
+    "no weights": (remove("model.safetensors"), "holds no weights: .* write safetensors by AutoModelForCausalLM"),
     "a file that ends early": (cut_off, r"is no whole safetensors file \(\d+ bytes\): .* not fully covered"),
     "a missing weight": (
         tensors(drop="layers.2.mlp"),
