@@ -18,7 +18,7 @@ from seq1f1b.unit import Unit
 if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
 
-__all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "families_named", "schedules"]
+__all__ = ["Family", "build_schedule", "families", "families_named", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,6 @@ def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: t
 def families() -> tuple[Family, ...]:
     """Returns every family of :func:`seq1f1b.build_schedule`, with its facts."""
     return tuple(Family(*facts) for facts in _C.schedule_families())
-
-
-OPTION_KINDS = {name: kind for name, kind, _, _ in _C.FAMILY_OPTIONS}
-"""By the name of an option: what kind of number it is, a word, costs, or bytes of units or of ranks."""
 
 
 def schedules() -> tuple[str, ...]:
