@@ -204,8 +204,7 @@ def build_schedule(
         schedule._times = _times_of_options(schedule, options)
     if prefetch is not None or weights != "planned":
         schedule = schedule.replace(prefetch=prefetch, weights=weights)
-    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
-    return schedule if offload_units == "none" else schedule.offload(offload_units)
+    return schedule.recompute(recompute).offload(offload_units)
 
 
 def _times_of_options(order: Schedule, options: Mapping[str, Any]) -> array[float]:
