@@ -18,7 +18,7 @@ from seq1f1b.unit import Unit
 if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
 
-__all__ = ["OPTION_KINDS", "Family", "build_schedule", "families", "families_named", "schedules"]
+__all__ = ["Family", "build_schedule", "families", "families_named", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,6 @@ def families() -> tuple[Family, ...]:
     return tuple(Family(*facts) for facts in _C.schedule_families())
 
 
-OPTION_KINDS = {name: kind for name, kind, _, _ in _C.FAMILY_OPTIONS}
-"""By the name of an option: what kind of number it is, a word, costs, or bytes of units or of ranks."""
-
-
 def schedules() -> tuple[str, ...]:
     """Returns the names for :func:`build_schedule`."""
     return tuple(family.name for family in families())
@@ -208,8 +204,7 @@ def build_schedule(
         schedule._times = _times_of_options(schedule, options)
     if prefetch is not None or weights != "planned":
         schedule = schedule.replace(prefetch=prefetch, weights=weights)
-    schedule = schedule if recompute == "none" else schedule.recompute(recompute)
-    return schedule if offload_units == "none" else schedule.offload(offload_units)
+    return schedule.recompute(recompute).offload(offload_units)
 
 
 def _times_of_options(order: Schedule, options: Mapping[str, Any]) -> array[float]:

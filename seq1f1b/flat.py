@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat, SupportsIndex
 
@@ -74,18 +75,18 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     Raises:
         ValueError, TypeError: a sequence has a wrong length, or a value is no number; names the table and the place.
     """
-    k, S, rows = order.num_segments, order.num_stages, order.rows
-    cells = k if rows is None else sum(rows)
+    S, rows = order.num_stages, order.rows
+    cells = order.num_segments if rows is None else sum(rows)
+    shapes = {_C.PER_CELL: (S, cells), _C.PER_SEGMENT: (cells,), _C.PER_PAIR: (S - 1,), _C.PER_STAGE: (S,)}
+    shape = shapes.get(per, (order.num_ranks,))
     if not hasattr(given, "__len__"):
-        counts = {_C.PER_CELL: S * cells, _C.PER_SEGMENT: cells, _C.PER_PAIR: S - 1, _C.PER_STAGE: S}
         one = array(code, [0]) if given == 0 else numbers(name, code, [given])
-        return one * counts.get(per, order.num_ranks)
-    columns: list[Any] = [k] if rows is None else [len(rows), tuple(rows)]
-    forms = {_C.PER_RANK: [order.num_ranks], _C.PER_STAGE: [S], _C.PER_PAIR: [S - 1], _C.PER_CELL: [S, *columns]}
-    lengths: list[Any] = forms.get(per, columns)
-    shape = {_C.PER_SEGMENT: (cells,), _C.PER_CELL: (S, cells)}.get(per, tuple(lengths))
+        return one * prod(shape)
     if hasattr(given, "dtype") and given.dtype == code and given.shape == shape:
         return array(code, given.tobytes())
+    lengths: list[Any] = list(shape)
+    if rows is not None and per in (_C.PER_CELL, _C.PER_SEGMENT):
+        lengths[-1:] = [len(rows), tuple(rows)]
 
     found: list[Any] = [given]
     for level, wanted in enumerate(lengths):
@@ -105,12 +106,10 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Returns the seconds of every pass, [pass][stage][segment], with defaults for None."""
     seconds, given = array("d"), 0
-    nothing = flat(order, "nothing", _C.PER_CELL, 0.0)
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # a pass without a field in Costs costs nothing
         given |= (table is not None) << number
-        is_nothing = table is None or (table.__class__ is float and table == 0)
-        seconds += nothing if is_nothing else flat(order, name, _C.PER_CELL, table)
+        seconds += flat(order, name, _C.PER_CELL, 0.0 if table is None else table)
     _C.fill_in(seconds, given)
     return seconds
 
@@ -126,16 +125,10 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     """Returns tables of bytes, one after another: each holding, messages, and statistics of the vocabulary."""
-    cells = order.num_segments if order.rows is None else sum(order.rows)
-    counts = {_C.PER_CELL: order.num_stages * cells, _C.PER_STAGE: order.num_stages, _C.PER_SEGMENT: cells}
-    given = [(name, per, getattr(memory, name)) for name, per, _ in _C.HOLDINGS]
-    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in _MESSAGES]
     tables = []
-    for name, per, held in given:
-        if isinstance(held, int) and held == 0:  # quickly, for the usual case
-            tables.append(array("q", bytes(8 * counts[per])))
-        else:
-            tables.append(flat(order, name, per, memory.activations if held is None else held, "q"))
+    for name, per, _ in _C.HOLDINGS:
+        held = getattr(memory, name)
+        tables.append(flat(order, name, per, memory.activations if held is None else held, "q"))
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[0] = array("q", bytes(8 * len(kept)))
@@ -144,15 +137,13 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
-    return sum(tables, array("q"))
-
-
-_MESSAGES = ("message_bytes", "statistics_bytes")
+    return sum(tables, array("q")) + message_bytes(order, links)
 
 
 def message_bytes(order: Schedule, links: Links) -> array[int]:
     """Returns tables of the bytes of messages, and of statistics of the vocabulary, one after another."""
-    return sum((flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q") for name in _MESSAGES), array("q"))
+    messages = flat(order, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q")
+    return messages + flat(order, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q")
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:

@@ -247,8 +247,7 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
             if errors and give_up == float("inf"):
                 give_up = time.monotonic() + _GRACE_S
     if errors:
-        errors.sort(key=lambda each: (isinstance(each[2], PipelineError), each[0]))
-        _, rank, error, text = errors[0]
+        _, rank, error, text = min(errors, key=lambda each: (isinstance(each[2], PipelineError), each[0]))
         raise error from (RemoteTraceback(f"\nrank {rank}:\n{text}") if text else None)
     ranks.watch(_GRACE_S)
     return [results[rank] for rank in sorted(results)]

@@ -295,9 +295,8 @@ class Schedule:
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        rooms, most = whole_values(self, "room", _C.PER_RANK, room), None
-        if tier_room is not None:
-            most = whole_values(self, "tier_room", _C.PER_RANK, tier_room)
+        rooms = whole_values(self, "room", _C.PER_RANK, room)
+        most = None if tier_room is None else whole_values(self, "tier_room", _C.PER_RANK, tier_room)
         held, tier = held_bytes(self, memory, costs.links), flat(self, "tier", _C.PER_CELL, costs.tier)
         start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
         ways = "recompute" in by, "offload" in by

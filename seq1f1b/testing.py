@@ -33,9 +33,8 @@ def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     def run(rank: int) -> None:
         try:
             with torch.set_grad_enabled(grad), ExitStack() as stack:
-                for device, dtype, enabled in autocasts:
-                    if enabled:
-                        stack.enter_context(torch.autocast(device, dtype=dtype))
+                for each in autocasts:
+                    stack.enter_context(torch.autocast(*each))
                 results[rank] = fn(groups[rank])
         except BaseException as error:
             errors.append(error)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from seq1f1b.flat import MOST, whole
 from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _PASSES = "FBIW"  # the passes of torch
-_MOST = 2**31 - 1  # largest index
 _CELL = re.compile(rf"0*([0-9]{{1,10}})([{_PASSES}])0*([0-9]{{1,10}})", re.ASCII)
 _TOKEN = re.compile(r'[^ \t\r\n,"#]+')
 _OVERLAPPED = re.compile(r"\(([^;]*);(.*)\)OVERLAP_F_B")
@@ -45,8 +45,7 @@ def to_csv(order: Schedule) -> str:
 
 def from_csv(text: str, num_segments: int) -> list[list[Unit]]:
     """Returns the units of every rank in run order, for :meth:`seq1f1b.Schedule.from_csv`."""
-    if not 1 <= num_segments <= _MOST:
-        raise ValueError(f"num_segments is {num_segments}, must be at least 1 and at most {_MOST}")
+    whole("num_segments", num_segments, 1, MOST)
     lines = [list(_units(line, number, num_segments)) for number, line in enumerate(text.split("\n"), 1)]
     if not any(lines):
         raise ValueError("the text holds no unit")
@@ -59,6 +58,6 @@ def _units(line: str, number: int, num_segments: int) -> Iterator[Unit]:
         pair = _OVERLAPPED.fullmatch(token)
         for part in pair.groups() if pair else (token,):
             found = _CELL.fullmatch(part)
-            if found is None or max(int(found[1]), int(found[3])) > _MOST:
+            if found is None or max(int(found[1]), int(found[3])) > MOST:
                 raise ValueError(f"line {number}, unit {i}, '{part[:39]}': {_HOW}")
             yield Unit(found[2], int(found[1]), *divmod(int(found[3]), num_segments))

@@ -14,11 +14,6 @@ from seq1f1b import _C
 from seq1f1b.above import above
 from seq1f1b.table import wrapped
 
-PACKAGES = (
-    ("matplotlib", "no PNG and SVG timelines"),
-    ("tokenizers", "no examples/train_gpt.py"),
-)
-
 
 def add(command: argparse.ArgumentParser) -> None:
     """Adds nothing: the command has no options."""
@@ -54,7 +49,7 @@ def findings() -> Iterator[str]:
     yield f"NCCL: {above('nccl')()}"
     if torch.cuda.device_count() > 1:
         yield from edges_between(torch.cuda.device_count())
-    for package, loss in PACKAGES:
+    for package, loss in (("matplotlib", "no PNG and SVG timelines"), ("tokenizers", "no examples/train_gpt.py")):
         found = importlib.util.find_spec(package) is not None
         yield f"{package}: {'found' if found else 'not found: ' + loss}"
 

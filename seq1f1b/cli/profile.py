@@ -10,8 +10,6 @@ from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
 from seq1f1b.where import HOST
 
-__all__ = ["add", "run"]
-
 
 def add(command: argparse.ArgumentParser) -> None:
     offload = "also measure how fast saved activations move to a file in DIR and back; host: to pinned host memory, "

@@ -11,7 +11,7 @@ from typing import Any
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Simulation
 from seq1f1b.cli.values import add_options, read_counts, read_parents, read_sizes, read_tokens
-from seq1f1b.families import OPTION_KINDS, families_named
+from seq1f1b.families import families_named
 from seq1f1b.files import nearest_name, read
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import INSIDE, Layout
@@ -225,7 +225,7 @@ def read_option(text: str) -> tuple[str, int | str]:
     name, _, value = text.partition("=")
     if name == "costs":
         raise ValueError(f"--option {text}: costs come from --forward, --backward and --weight, or from --model")
-    if OPTION_KINDS.get(name) == "word":
+    if any(known == name and kind == "word" for known, kind, _, _ in _C.FAMILY_OPTIONS):
         return name, value
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"--option {text}: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole")

@@ -41,7 +41,7 @@ from seq1f1b.device.attention_ways import (
     spans_of,
     token_major,
 )
-from seq1f1b.device.proofs import DTYPES, Use
+from seq1f1b.device.proofs import Use
 
 __all__ = ["Options"]
 
@@ -143,7 +143,7 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward") -> str:
     """Returns the name of the way for a call. "cudnn" stands for flash until the shape has come often."""
     sizes, is_chain = (q.shape[3], v_head_dim), options.place.is_chain
-    if q.dtype not in DTYPES or options.slopes.numel() or not _has_flash(q.device):
+    if q.dtype not in kernel_library.CODES or options.slopes.numel() or not _has_flash(q.device):
         return "plain"
     needs_own, fits_own = options.docs.numel() or options.softcap, is_chain and options.scale > 0
     is_ours = q.shape[3] == v_head_dim and (needs_own or kernel_library.preference() == "own")
@@ -153,7 +153,7 @@ def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attentio
         if is_chain and not options.softcap and not max(sizes) % 8:
             return "documents"
         if fits_own and needs_own:
-            kernel_library.warn_of_products(q.device, DTYPES[q.dtype], *sizes)
+            kernel_library.warn_of_products(q.device, str(q.dtype).removeprefix("torch."), *sizes)
         return "plain"
     return "cudnn" if not options.window and min(sizes) % 8 == 0 and _has_cudnn(q.device, q.dtype, *sizes) else "flash"
 

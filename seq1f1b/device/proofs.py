@@ -18,8 +18,6 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
 
 class Use(NamedTuple):
     """A kernel in one use: every dtype, head size and device needs a check of its own."""
@@ -32,7 +30,7 @@ class Use(NamedTuple):
 
     def __str__(self) -> str:
         heads = self.head_dim if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
-        return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
+        return f"{self.kernel} ({str(self.dtype).removeprefix('torch.')}, heads of {heads})"
 
 
 results: dict[Use, bool] = {}  # of the checks in this process

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seq1f1b.flat import whole
 from seq1f1b.nested import mapped, tensors_of
+from seq1f1b.partition import MOST_TOKENS
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.agreement import check_agreement
 
@@ -28,7 +29,6 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 PlannedRows: TypeAlias = Any
 """A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, which a higher room makes."""
 
-MOST_TOKENS = 1 << 40  # in a segment, as in a sequence (csrc/core/partition.h)
 MOST_SHOWN = 200  # characters of the rows in a message
 
 
@@ -230,8 +230,7 @@ def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[
             part = tuple(size) if is_shared else (size,)
             for i, tokens in enumerate(part):
                 whole(f"{name}[{i}]" if is_shared else name, tokens, 1)
-            if sum(part) > MOST_TOKENS:
-                raise ValueError(f"{name} is {sum(part)}, must be at most {MOST_TOKENS}")
+            whole(name, sum(part), 1, MOST_TOKENS)
             if sum(part) % num_parts:
                 raise ValueError(
                     f"{name} is {sum(part)}, which the {num_parts} ranks of sequence_parallel= do not divide"

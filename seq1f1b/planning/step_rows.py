@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from seq1f1b.attention.packing import best_fit
-from seq1f1b.documents.rows import MOST_TOKENS, positions_of
+from seq1f1b.documents.rows import positions_of
+from seq1f1b.partition import MOST_TOKENS
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.seconds import Span, arrays_of, pairs_of
 

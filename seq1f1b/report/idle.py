@@ -141,16 +141,12 @@ def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
 
 
 def _of_order(times: StepTimes) -> str:
+    why = "the order itself fills and drains the pipeline"
+    more = f"more micro-batches (now {times.schedule.num_microbatches})"
     if times.is_tuned:
-        return (
-            "the order itself fills and drains the pipeline, and the engine takes the best one that it finds: take "
-            f"more micro-batches (now {times.schedule.num_microbatches})"
-        )
+        return f"{why}, and the engine takes the best one that it finds: take {more}"
     split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in times.schedule.kinds else ""
-    return (
-        f"the order itself fills and drains the pipeline: take more segments (now {times.schedule.num_segments}), "
-        f"more micro-batches (now {times.schedule.num_microbatches}){split}"
-    )
+    return f"{why}: take more segments (now {times.schedule.num_segments}), {more}{split}"
 
 
 def _of_stages(times: StepTimes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__: list[str] = []
@@ -26,6 +27,7 @@ def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
             raise Disagreement(f"{name} differs between the ranks of the pipeline: {values}; give all ranks the same")
 
 
+@dataclass
 class Agreement:
     """Comparison of the arguments of a pipeline's ranks: once, and again after a failure.
 
@@ -36,21 +38,15 @@ class Agreement:
         check_beside: raises unless the further values of all ranks fit together.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        own: Mapping[str, tuple[str, str]],
-        beside: Any = None,
-        check_beside: Callable[[Sequence[Any]], None] | None = None,
-    ) -> None:
-        self._group = group
-        self._own, self._beside, self._check_beside = own, beside, check_beside
-        self.checked_in = -1  # the group's epoch: a check may have passed on some ranks and failed on others
+    group: Any
+    own: Mapping[str, tuple[str, str]]
+    beside: Any
+    check_beside: Callable[[Sequence[Any]], None]
+    checked_in: int = -1  # the group's epoch: a check may have passed on some ranks and failed on others
 
     def check(self) -> None:
         """Raises, on every rank, unless all ranks' arguments are equal. Collective."""
-        found = self._group.all_gather_object((self._own, self._beside))
+        found = self.group.all_gather_object((self.own, self.beside))
         check_agreement([own for own, _ in found])
-        if self._check_beside is not None:
-            self._check_beside([beside for _, beside in found])
-        self.checked_in = self._group.epoch
+        self.check_beside([beside for _, beside in found])
+        self.checked_in = self.group.epoch

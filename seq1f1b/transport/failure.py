@@ -32,11 +32,6 @@ class Failure(NamedTuple):
     edge: str
     step: int
 
-    def error(self) -> _C.PipelineError:
-        found = error_of(self.rank, f"rank {self.rank} ended the step: {self.text}")
-        found.unit, found.edge = self.unit or None, self.edge or None
-        return found
-
 
 _TOLD = "_seq1f1b_told"  # marks an error raised by a call of the engine: the call reports the error to all ranks
 

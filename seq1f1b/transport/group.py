@@ -159,8 +159,8 @@ class RankGroup(OfOneProcess, ABC):
         self._has_entered = False
         _C.group_progress(self.group, f"code after step {self.step}")
 
-    def _leave(self) -> Failure:
-        """Tells peers that the rank will not meet them in this step or an earlier step. Returns the failure."""
+    def _leave(self) -> None:
+        """Tells peers that the rank will not meet them in this step or an earlier step."""
         standing = _C.group_failure(self.group)
         failure = self._met_failure or (Failure(*standing) if standing is not None else None)
         if self._own_text or failure is None:
@@ -172,10 +172,14 @@ class RankGroup(OfOneProcess, ABC):
         failure = failure._replace(step=self.step)
         self._acknowledged, self._own_text, self._met_failure = True, "", None
         _C.group_leave(self.group, self.step, *failure[:4])
-        return failure
+        self._tell(failure)
 
-    def _tell(self) -> None:
-        """Returns once all ranks can hear of the standing failure, even if this rank ends next."""
+    def _tell(self, left: Failure | None = None) -> None:
+        """Returns once all ranks can hear of the standing failure, even if this rank ends next.
+
+        Args:
+            left: the failure by which the rank leaves its step; None: the rank is between two steps.
+        """
         return
 
     def give_up(self, reason: str) -> None:
@@ -260,7 +264,9 @@ class RankGroup(OfOneProcess, ABC):
         if not failure.text:
             failure = failure._replace(text=f"the rank has come to a later step, this rank is in step {self.step}")
         self._met_failure = failure._replace(step=self.step)
-        return failure.error()
+        error = error_of(failure.rank, f"rank {failure.rank} ended the step: {failure.text}")
+        error.unit, error.edge = failure.unit or None, failure.edge or None
+        return error
 
     # -- small collectives: control values, not data
 
@@ -276,16 +282,15 @@ class RankGroup(OfOneProcess, ABC):
 
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
         """Returns the bytes of all ranks, of any length. The first round carries the lengths."""
-        head = struct.calcsize("q")
-        room = _C.GATHER_BYTES - head
-        parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
-        lengths = [struct.unpack_from("q", part)[0] for part in parts]
-        whole = [bytearray(part[head:]) for part in parts]
-        for start in range(room, max(lengths), _C.GATHER_BYTES):
-            more = self._gather_round(data[start : start + _C.GATHER_BYTES], recovering)
-            for body, part in zip(whole, more, strict=True):
-                body += part
-        return [bytes(body) for body in whole]
+        head, most = struct.calcsize("q"), _C.GATHER_BYTES
+        message = struct.pack("q", len(data)) + data
+        found = list(map(bytearray, self._gather_round(message[:most], recovering)))
+        longest = head + max(struct.unpack_from("q", part)[0] for part in found)
+        for start in range(most, longest, most):
+            more = self._gather_round(message[start : start + most], recovering)
+            for whole, part in zip(found, more, strict=True):
+                whole += part
+        return [bytes(whole[head:]) for whole in found]
 
     def barrier(self) -> None:
         self._gather(b"")
@@ -311,19 +316,17 @@ class RankGroup(OfOneProcess, ABC):
         found = {} if mine is None else {self.rank: mine.contiguous()}
         dtype = like.grad_dtype or like.dtype
         places = {rank: torch.empty(like.shape, dtype=dtype, device="cpu") for rank in senders}
-        transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
+        transfers = [self._begin_transfer(place, rank, sends=False) for rank, place in places.items()]
         if mine is not None and receivers:
             data = found[self.rank].cpu()  # tensors of a device travel through host memory
-            transfers += [self._begin_send(data, rank) for rank in receivers]
+            transfers += [self._begin_transfer(data, rank, sends=True) for rank in receivers]
         for wait in transfers:
             wait()
         return found | {rank: place.to(like.device) for rank, place in places.items()}
 
     @abstractmethod
-    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]: ...  # returns a wait for the transfer's end
-
-    @abstractmethod
-    def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]: ...
+    def _begin_transfer(self, data: Tensor, rank: int, *, sends: bool) -> Callable[[], None]:
+        """Begins to send a tensor to a rank, or to receive one. Returns a wait for the transfer's end."""
 
     # -- edges
 

@@ -44,9 +44,8 @@ class _LoopbackMemory:
         self._lock = threading.Lock()
         self._arena_bytes = arena_bytes
         self._arenas: dict[Edge, object] = {}
-        self._boxes: dict[tuple[int, int], tuple[int, queue.SimpleQueue[Tensor]]] = {}
-        block_bytes = _C.group_block_bytes(size)
-        self.block = private_mapping(block_bytes)
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
+        self.block = private_mapping(_C.group_block_bytes(size))
 
     def arena(self, edge: Edge) -> object:
         with self._lock:
@@ -56,11 +55,7 @@ class _LoopbackMemory:
 
     def box(self, source: int, destination: int, epoch: int) -> queue.SimpleQueue[Tensor]:
         with self._lock:
-            found, box = self._boxes.get((source, destination), (None, None))
-            if box is None or found != epoch:
-                box = queue.SimpleQueue()
-                self._boxes[source, destination] = epoch, box
-            return box
+            return self._boxes.setdefault((source, destination, epoch), queue.SimpleQueue())
 
 
 class _LoopbackRank(RankGroup):
@@ -74,12 +69,12 @@ class _LoopbackRank(RankGroup):
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
         self._memory = memory
 
-    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
-        self._memory.box(self.rank, rank, self.epoch).put(data.clone())
-        return lambda: None
-
-    def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]:
-        box = self._memory.box(rank, self.rank, self.epoch)
+    def _begin_transfer(self, data: Tensor, rank: int, *, sends: bool) -> Callable[[], None]:
+        source, destination = (self.rank, rank) if sends else (rank, self.rank)
+        box = self._memory.box(source, destination, self.epoch)
+        if sends:
+            box.put(data.clone())
+            return lambda: None
 
         def wait() -> None:
             while True:

@@ -126,16 +126,11 @@ class ProcessRank(RankGroup):
 
     # -- gradients of tied parameters
 
-    def _exchange_tag(self) -> int:
-        """Returns the tag of an exchange. A message left by a failed exchange never matches a later tag."""
-        return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
-
-    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
-        work = dist.isend(data, group=self.process_group, group_dst=rank, tag=self._exchange_tag())
-        return functools.partial(self._wait_for, work, rank)
-
-    def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]:
-        work = dist.irecv(data, group=self.process_group, group_src=rank, tag=self._exchange_tag())
+    def _begin_transfer(self, data: Tensor, rank: int, *, sends: bool) -> Callable[[], None]:
+        begin, end = (dist.isend, "group_dst") if sends else (dist.irecv, "group_src")
+        # A message left by a failed exchange never matches a later tag.
+        tag = _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
+        work = begin(data, group=self.process_group, tag=tag, **{end: rank})
         return functools.partial(self._wait_for, work, rank)
 
     def _wait_for(self, work: Any, peer: int) -> None:

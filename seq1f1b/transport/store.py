@@ -198,11 +198,6 @@ class StoreRank(ProcessRank):
         if failed and self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(4 * _WATCH_PERIOD)
 
-    def _leave(self) -> Failure:
-        failure = super()._leave()
-        self._tell(failure)
-        return failure
-
     def _tell(self, left: Failure | None = None) -> None:
         def tell() -> None:
             self._exchange_failure()

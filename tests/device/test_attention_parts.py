@@ -86,7 +86,7 @@ def chosen(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: 
     return attention_parts._operation(q, torch.empty(1, 1, 1, v_head_dim or head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", proofs.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", kernel_library.CODES, ids=str)
 def test_kernels_that_are_right_prove_it_once(
     dtype: torch.dtype, gpu: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
