@@ -129,13 +129,14 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     cells = order.num_segments if order.rows is None else sum(order.rows)
     counts = {_C.PER_CELL: order.num_stages * cells, _C.PER_STAGE: order.num_stages, _C.PER_SEGMENT: cells}
     given = [(name, per, getattr(memory, name)) for name, per, _ in _C.HOLDINGS]
-    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in _MESSAGES]
+    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in ("message_bytes", "statistics_bytes")]
     tables = []
     for name, per, held in given:
+        held = memory.activations if held is None else held
         if isinstance(held, int) and held == 0:  # quickly, for the usual case
             tables.append(array("q", bytes(8 * counts[per])))
         else:
-            tables.append(flat(order, name, per, memory.activations if held is None else held, "q"))
+            tables.append(flat(order, name, per, held, "q"))
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[0] = array("q", bytes(8 * len(kept)))
@@ -145,14 +146,6 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
     return sum(tables, array("q"))
-
-
-_MESSAGES = ("message_bytes", "statistics_bytes")
-
-
-def message_bytes(order: Schedule, links: Links) -> array[int]:
-    """Returns tables of the bytes of messages, and of statistics of the vocabulary, one after another."""
-    return sum((flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q") for name in _MESSAGES), array("q"))
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
