@@ -100,9 +100,14 @@ class ByParts:
             self.frozen_bytes = [n * (self._weight_bits + scale) / 8 for n in self.stage_parameters]
         written, data = hardware.gradient_bytes + hardware.element_bytes, layout.data
         moved, touched = (data - 1) / data * written, (written + 2 * hardware.optimizer_bytes) / data
-        rate = hardware.link(data * self.devices * num_ranks)
+        rate = self._link(data * self.devices * num_ranks)
         of_parameter = hardware.data_exposed * moved / rate + touched / hardware.bandwidth
         self.optimizer_seconds = [of_parameter * parameters for parameters in self.trained_parameters]
+
+    def _link(self, devices: float) -> float:
+        """Returns the bytes per second among a number of neighbouring devices."""
+        hw = self.hardware
+        return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
 
     # -- seconds
 
@@ -126,10 +131,10 @@ class ByParts:
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
-            routed = hw.expert_exposed * moved / hw.link(e * self.devices)
+            routed = hw.expert_exposed * moved / self._link(e * self.devices)
         collectives = collectives_back = routed
         if t > 1:
-            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / hw.link(t)
+            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / self._link(t)
             collectives, collectives_back = _COLLECTIVES * each + routed, _COLLECTIVES_BACK * each + routed
         again = 0.0
         if layout.inside == "full":
@@ -154,7 +159,7 @@ class ByParts:
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
             if c > 1:  # keys and values of the prefix come round the ring of devices, hidden while attention lasts
                 seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
+                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / self._link(c * t)
                 forward = forward + np.maximum(0.0, ring - attention)
                 back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
