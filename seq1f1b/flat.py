@@ -106,10 +106,12 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
 def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
     """Returns the seconds of every pass, [pass][stage][segment], with defaults for None."""
     seconds, given = array("d"), 0
+    nothing = flat(order, "nothing", _C.PER_CELL, 0.0)
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # a pass without a field in Costs costs nothing
         given |= (table is not None) << number
-        seconds += flat(order, name, _C.PER_CELL, 0.0 if table is None else table)
+        is_nothing = table is None or (table.__class__ is float and table == 0)
+        seconds += nothing if is_nothing else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
     return seconds
 
@@ -125,10 +127,17 @@ def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     """Returns tables of bytes, one after another: each holding, messages, and statistics of the vocabulary."""
+    cells = order.num_segments if order.rows is None else sum(order.rows)
+    counts = {_C.PER_CELL: order.num_stages * cells, _C.PER_STAGE: order.num_stages, _C.PER_SEGMENT: cells}
+    given = [(name, per, getattr(memory, name)) for name, per, _ in _C.HOLDINGS]
+    given += [(name, _C.PER_SEGMENT, getattr(links, name)) for name in ("message_bytes", "statistics_bytes")]
     tables = []
-    for name, per, _ in _C.HOLDINGS:
-        held = getattr(memory, name)
-        tables.append(flat(order, name, per, memory.activations if held is None else held, "q"))
+    for name, per, held in given:
+        held = memory.activations if held is None else held
+        if isinstance(held, int) and held == 0:  # quickly, for the usual case
+            tables.append(array("q", bytes(8 * counts[per])))
+        else:
+            tables.append(flat(order, name, per, held, "q"))
     activations, kept = tables[:2]  # in C activations exclude kept_activations, the part that W reads
     if memory.kept_activations is None:
         tables[0] = array("q", bytes(8 * len(kept)))
@@ -137,13 +146,7 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
             if 0 <= all_of_it < part:
                 raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
             activations[i] -= max(part, 0)
-    return sum(tables, array("q")) + message_bytes(order, links)
-
-
-def message_bytes(order: Schedule, links: Links) -> array[int]:
-    """Returns tables of the bytes of messages, and of statistics of the vocabulary, one after another."""
-    messages = flat(order, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q")
-    return messages + flat(order, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q")
+    return sum(tables, array("q"))
 
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,6 @@ from seq1f1b.flat import (
     MOST,
     flat,
     held_bytes,
-    message_bytes,
     numbers,
     pass_seconds,
     seconds_per_byte,
@@ -26,7 +24,7 @@ from seq1f1b.flat import (
     whole_values,
 )
 from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
-from seq1f1b.unit import Timeline, Unit, edges_of
+from seq1f1b.unit import Timeline, Unit
 
 __all__ = [
     "Costs",
@@ -146,7 +144,7 @@ class Schedule:
         Raises:
             ScheduleError: the order breaks a rule.
         """
-        return tuple(edge.num_places for edge in edges_of(self._lowered))
+        return tuple(num_places for *_, num_places, _ in _C.program_edges(self._lowered))  # see ProgramEdge
 
     @property
     def _places_text(self) -> str:
@@ -368,16 +366,15 @@ class Schedule:
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
-
-        def spread(more: int) -> Schedule:
-            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, seconds)
-            return self._from_handle(spread_over, like=self)
-
-        seconds = pass_seconds(self, costs)
-        orders = [spread(ahead or 0)]
-        for more in (1, 2) if ahead is None and head else ():
-            with contextlib.suppress(_C.ScheduleError):  # an order with few live units may not let Fs go ahead
-                orders.append(spread(more))
+        seconds, orders = pass_seconds(self, costs), list[Schedule]()
+        for more in (0, 1, 2) if ahead is None and head else (ahead or 0,):
+            try:
+                spread = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, seconds)
+            except _C.ScheduleError:
+                if not orders:
+                    raise
+                continue  # an order with few live units may not let Fs go ahead
+            orders.append(self._from_handle(spread, like=self))
         return min(orders, key=lambda order: order.simulate(costs).makespan)
 
     def check(self, max_live_units: int | None = None) -> None:
@@ -474,7 +471,8 @@ class Schedule:
         makespan, period, span, busy, wait, times, path = _C.program_simulate(
             program,
             seconds + numbers("send", "d", [links.send]),
-            message_bytes(self, links),
+            flat(self, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q")
+            + flat(self, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
             tier if any(tier) else None,
             None if durations is None else unit_seconds(self, durations),
             numbers("jitter", "d", [noise.jitter]) + numbers("transfer_jitter", "d", [noise.transfer_jitter]),
@@ -486,7 +484,7 @@ class Schedule:
         )
         held = None if memory is None else self.peak_memory(memory, costs)
         if self._peak is None:
-            self._peaks(StepMemory(), Links())
+            self.peak_memory(StepMemory())
         bounds = pairwise(accumulate(3 * counts, initial=0))
         rows = [array("d", times[begin:end].tobytes()) for begin, end in bounds]  # quicker than number by number
         start, ends, slack = (tuple(rows[i * len(counts) :][: len(counts)]) for i in range(3))
@@ -520,21 +518,16 @@ class Schedule:
             for rank, value in zip(self.rank_of_stage, values, strict=True):
                 held[rank] += value
             constant[name] = tuple(held)
-        _, *of_holdings, receive, totals = zip(*self._peaks(memory, costs.links), strict=True)
-        found = {name: of_holdings[h] for h, (name, _, counts_with) in enumerate(_C.HOLDINGS) if counts_with == h}
+        found = _C.program_memory(self._lowered, held_bytes(self, memory, costs.links)).cast("B")
+        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3)).tolist()
+        # The number of live units does not depend on costs and bytes.
+        self._peak, *of_holdings, receive, totals = zip(*rows, strict=True)
         return PeakMemory(
             receive=receive,
             total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
             **constant,
-            **found,
+            **{name: of_holdings[h] for h, (name, _, counts_with) in enumerate(_C.HOLDINGS) if counts_with == h},
         )
-
-    def _peaks(self, memory: StepMemory, links: Links) -> Any:
-        """Returns peaks of each rank: units, bytes of each holding, of receive places, and of all together."""
-        found = _C.program_memory(self._lowered, held_bytes(self, memory, links)).cast("B")
-        rows: Any = found.cast("q", (self.num_ranks, len(_C.HOLDINGS) + 3)).tolist()
-        self._peak = tuple(row[0] for row in rows)  # does not depend on costs and bytes
-        return rows
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Returns the most tokens in live units of each rank at once.

@@ -63,7 +63,7 @@ class CostModel:
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
-        self.parts = hardware.parts(model, self.layout, self.layers, num_ranks)
+        self.parts = hardware.parts(model, hardware, self.layout, self.layers, num_ranks)
         self.source: ByParts | MeasuredUnits = self.parts
 
     @classmethod
@@ -82,7 +82,7 @@ class CostModel:
         other = copy.copy(self)
         other.__dict__.pop("_piece_seconds", None)  # of this machine
         other.hardware = hardware
-        other.source = other.parts = hardware.parts(self.model, self.layout, self.layers, self.num_ranks)
+        other.source = other.parts = hardware.parts(self.model, hardware, self.layout, self.layers, self.num_ranks)
         return other
 
     def measured(self, terms: Terms) -> CostModel:
@@ -238,6 +238,11 @@ class Price:
         rows: rows of the step; a single row stands for equal micro-batches.
         sizes: tokens of all segments, row after row.
         longest: tokens of the segments of the longest row.
+        parents: parents of the segments of each row, for ``build_schedule``; None if no row is a tree.
+        seconds: seconds of each pass, as a ``PassSeconds`` of tables.
+        shard_seconds: tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without
+            such passes.
+        message_bytes: bytes of a message on one of the devices of a stage, an array [unit].
     """
 
     def __init__(self, cost: CostModel, rows: Sequence[PackedRow], *, is_alike: bool) -> None:
@@ -249,49 +254,25 @@ class Price:
         self._longest = max(range(len(rows)), key=lambda index: sum(rows[index].sizes))
         self.longest = list(rows[self._longest].sizes)
         self._slot_tokens = cost.seq_len if is_alike else sum(self.longest)  # tokens of one slot of the cache
+        parents, parts = tuple([row.parents for row in rows]), cost.parts
+        self.parents = None if is_alike or not any(parents) else parents
         # Whether the cache frees pages as backwards end.
         self._releases = not cost.layout.copies_prefix and 0 < cost.hardware.release_tokens <= self._slot_tokens
-
-    @property
-    def parents(self) -> tuple[tuple[int, ...] | None, ...] | None:
-        """Parents of the segments of each row, for ``build_schedule``; None if no row is a tree."""
-        found = tuple([row.parents for row in self.rows])
-        return None if self._is_alike or not any(found) else found
+        spans = [row.spans_in(parts.windows) for row in rows]
+        span = spans[0] if len(spans) == 1 else arrays_of(spans)
+        self.seconds: Any = cost.source.seconds(span)
+        self.shard_seconds: dict[str, Any] = cost.source.shards(span) if is_alike and parts.spreads else {}
+        self.message_bytes: Any = _whole_bytes(span.tokens * parts.message_bytes)
+        # Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W.
+        self._held: Any = _whole_bytes(parts.held(span.tokens))
+        if cost.layout.copies_prefix:  # the last copy has all keys
+            self._held[0][:, -1] += _whole_bytes(parts.cached(cost.seq_len)[0])
 
     # -- tables
 
     def microbatches(self, row: Any) -> list[Any]:
         """Splits the row of a stage in a table by micro-batch; equal micro-batches are one part."""
         return np.split(row, self._ends[:-1])
-
-    @cached_property
-    def _span(self) -> Span:
-        """Arrays with an entry for each unit."""
-        spans = [row.spans_in(self.cost.parts.windows) for row in self.rows]
-        return spans[0] if len(spans) == 1 else arrays_of(spans)
-
-    @cached_property
-    def seconds(self) -> Any:
-        """Seconds of each pass, as a ``PassSeconds`` of tables."""
-        return self.cost.source.seconds(self._span)
-
-    @cached_property
-    def shard_seconds(self) -> dict[str, Any]:
-        """Tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without such passes."""
-        return self.cost.source.shards(self._span) if self._is_alike and self.cost.parts.spreads else {}
-
-    @cached_property
-    def message_bytes(self) -> Any:
-        """Bytes of a message on one of the devices of a stage, an array [unit]."""
-        return _whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
-
-    @cached_property
-    def _held(self) -> tuple[Any, Any, Any]:
-        """Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W."""
-        saved, kept, added = _whole_bytes(self.cost.parts.held(self._span.tokens))
-        if self.cost.layout.copies_prefix:  # the last copy has all keys
-            saved[:, -1] += _whole_bytes(self.cost.parts.cached(self.cost.seq_len)[0])
-        return saved, kept, added
 
     @property
     def imbalance(self) -> float:
@@ -400,57 +381,45 @@ class Price:
     def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
         """Returns the peak of every rank under an order. A slot of the cache is as long as the longest row; with trees,
         as long as the order needs on the rank."""
-        cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
+        cost, hw, parts, P = self.cost, self.cost.hardware, self.cost.parts, schedule.num_ranks
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         peaks = schedule.peak_memory(memory, costs)
-        P, longest = schedule.num_ranks, max(self.sizes)
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
-        kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
-        work = np.array(parts.work(longest, stages_of))
+        slots = np.zeros((2, P))  # of the cache and its gradients: unless pages come and go, held all through the step
+        if not self._releases and not cost.layout.copies_prefix:
+            tokens = [self._slot_tokens] * P
+            if schedule.parents is not None:
+                sizes = array("q", self.sizes)
+                tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
+            of_slots = np.array(parts.cached(np.array(tokens, float)))  # [2, stage, rank]
+            for stages in zip(*stages_of, strict=True):  # one stage of each rank, with slots for the stage's own peak
+                counted: Any = np.array([int(stage in stages) for stage in range(schedule.num_stages)])
+                live_slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
+                slots += np.array([live_slots.kv, live_slots.kv_gradients]) * of_slots[:, list(stages), list(range(P))]
+        work = np.array(parts.work(max(self.sizes), stages_of))
         if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
-            whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes
+            whole = max(self.sizes) / cost.layout.context * cost.model.hidden * hw.element_bytes
             layers = np.array([max(cost.layers[stage] for stage in stages) for stages in stages_of])
             work = work + hw.collective_buffers * layers * whole
         total, receive = np.array(peaks.total), np.array(peaks.receive)
         live = total - receive
         rows = np.minimum(live, peaks.kv)
         gradient_rows = np.minimum(live - rows, peaks.kv_gradients)
-        reserve = hw.allocator_reserve * (total + kv + gradients + work) + hw.context_bytes
-        kv, gradients, work, reserve = _whole_bytes([kv, gradients, work, reserve])
-        reserve += self._pool_bytes(schedule, memory.activations)
+        reserve = hw.allocator_reserve * (total + slots[0] + slots[1] + work) + hw.context_bytes
+        kv, gradients, work, reserve = _whole_bytes([*slots, work, reserve])
+        lengths, copies = set(self.sizes), 0.0
+        if hw.length_pools and len(lengths) > 1 and self._is_alike:
+            # Blocks of one length serve no other length: the allocator keeps the sum of the peaks by length less the
+            # joint peak, and copies of prefixes, but for first and last.
+            held = memory.activations
+            tables = [held, *(held * (np.array(self.sizes) == length) for length in lengths)]
+            joint, *alone = (schedule.peak_memory(StepMemory(activations=table)).activations for table in tables)
+            if cost.layout.copies_prefix:
+                copies = parts.cached(sum(list(itertools.accumulate(self.sizes))[1:-1]))[0].max()
+            reserve += _whole_bytes(hw.length_pools * (np.sum(alone, axis=0) - joint + copies))
         fields = live - rows - gradient_rows, kv + rows, gradients + gradient_rows, receive, work, reserve
         static = map(math.ceil, _state_bytes(cost, stages_of))
         return list(map(RankBytes, static, *[field.tolist() for field in fields]))
-
-    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> Any:
-        """Returns the bytes of cache, and of cache gradients, an array [2, rank]: each stage keeps the slots of its own
-        peak throughout the step. Zeros if pages come and go, or if segments copy prefixes."""
-        P, found = schedule.num_ranks, np.zeros((2, schedule.num_ranks))
-        if self._releases or self.cost.layout.copies_prefix:
-            return found
-        tokens = [self._slot_tokens] * P
-        if schedule.parents is not None:
-            sizes = array("q", self.sizes)
-            tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
-        of_slots = np.array(self.cost.parts.cached(np.array(tokens, float)))  # [2, stage, rank]
-        for stages in zip(*stages_of, strict=True):  # one stage of each rank
-            counted: Any = np.array([int(stage in stages) for stage in range(schedule.num_stages)])
-            slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
-            found += np.array([slots.kv, slots.kv_gradients]) * of_slots[:, list(stages), list(range(P))]
-        return found
-
-    def _pool_bytes(self, schedule: Schedule, activations: Any) -> Any:
-        """Returns the bytes beyond the peak that an allocator keeps, by rank, if blocks of one length serve no other
-        length: the sum of the peaks by length less the joint peak; plus copies of prefixes, but for first and last."""
-        share, lengths, copies = self.cost.hardware.length_pools, set(self.sizes), 0.0
-        if not share or len(lengths) == 1 or not self._is_alike:
-            return 0
-        tables = [activations, *(activations * (np.array(self.sizes) == length) for length in lengths)]
-        joint, *alone = (schedule.peak_memory(StepMemory(activations=table)).activations for table in tables)
-        if self.cost.layout.copies_prefix:
-            prefixes = list(itertools.accumulate(self.sizes))[1:-1]
-            copies = self.cost.parts.cached(sum(prefixes))[0].max()
-        return _whole_bytes(share * (np.sum(alone, axis=0) - joint + copies))
 
 
 def _state_bytes(cost: CostModel, stages_of: Sequence[Sequence[int]]) -> list[float]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from seq1f1b.files import check_names, is_number, nearest_name, parse_json, read
 from seq1f1b.partition import ModelShape, make_model
-from seq1f1b.plan import INSIDE, Layout
+from seq1f1b.plan import INSIDE
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.tables import ByParts, ByProfile
@@ -110,11 +110,6 @@ class Hardware:
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
-    def host_share(self) -> float:
-        """Bytes of pinned host memory for each device of a full node; 0 if the tier is not host memory."""
-        return self.host_memory / self.node_size
-
-    @property
     def device_type(self) -> str:
         """Torch's name for the kind of device, ``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.host_memory else "cpu"
@@ -127,15 +122,8 @@ class Hardware:
     """The origin of the seconds, in words."""
     insides: ClassVar[tuple[str, ...]] = INSIDE
     """The kinds of ``Layout(inside=)`` that it has seconds of."""
-    _source: ClassVar[type[ByParts]] = ByParts
-
-    def link(self, devices: float) -> float:
-        """Returns the bytes per second among a number of neighbouring devices."""
-        return (self.inside_bandwidth if devices <= self.node_size else self.between_bandwidth) * self.link_efficiency
-
-    def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
-        """Returns the seconds and bytes of a model on the machine, in stages of the given layers."""
-        return self._source(model, self, layout, layers, num_ranks)
+    parts: ClassVar[type[ByParts]] = ByParts
+    """The source of the seconds and bytes of a model on such a machine."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,7 @@ class ProfiledHardware(Hardware):
 
     rates: ClassVar[str] = "measured units"
     insides: ClassVar[tuple[str, ...]] = ("none",)  # a profile measures stages without recomputation
-    _source: ClassVar[type[ByParts]] = ByProfile
+    parts: ClassVar[type[ByParts]] = ByProfile
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:

@@ -217,7 +217,8 @@ class Orders(NamedTuple):
         held = schedule.peak_memory(memory, costs).total
         left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
         room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-        tier, parts = hw.host_share, _TIER_PARTS[: 1 if len(self.remedies) == 1 else None]
+        # Bytes of pinned host memory for each device of a full node; 0 if the tier is not host memory.
+        tier, parts = hw.host_memory / hw.node_size, _TIER_PARTS[: 1 if len(self.remedies) == 1 else None]
         for share in [int(part * tier) for part in parts] if tier else [None]:
             made = self.with_bytes(schedule.fit(memory, room, self.remedies, costs, share), made.options)
             if made.peak <= self.cap:

@@ -209,7 +209,10 @@ class _Search:
         self._left_of_auto = _MOST_OF_AUTO
         # Results shared by candidates. Orders are large, so only the last stay.
         self.rule, self.cost, self.price = cache(self._rule), cache(self._cost), cache(self._price)
-        self.bound, self.look, self._made = cache(self._bound), cache(self._look), lru_cache(4)(self._make)
+        self.bound, self.look = cache(self._bound), cache(self._look)
+        self._made: Callable[[Candidate, bool], BuiltOrder] = lru_cache(4)(
+            lambda candidate, is_quick: self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
+        )
         self.longest = self.lengths[-1].seq_len
 
     # -- prices and bounds
@@ -274,9 +277,6 @@ class _Search:
         orders = Orders(family, prices, self.num_microbatches, self.cap, remedies, self.lengths, steps)
         units = 2 * self.num_ranks * v * self.num_microbatches * k
         return Rated(candidate, orders, bounds, orders.mean(bounds), units)
-
-    def _make(self, candidate: Candidate, is_quick: bool) -> BuiltOrder:
-        return self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
 
     # -- the loop: build, fit, simulate, keep
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,8 @@ class ByParts:
         self.layers, self.num_ranks = layers, num_ranks  # layers of each stage; ranks that share a spread vocabulary
         self.layer_kinds, self.places = layers_of(model)  # sizes of layers, by kind; the kind of each layer
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
-        ends, kinds = [0, *accumulate(layers)], range(len(self.layer_kinds))
-        of_stages = [self.places[begin:end] for begin, end in pairwise(ends)]
+        of_stages = [self.places[begin:end] for begin, end in pairwise([0, *accumulate(layers)])]
+        kinds = range(len(self.layer_kinds))
         self.counts: Any = np.array([[own.count(kind) for kind in kinds] for own in of_stages])  # [stage, kind]
         stages = np.arange(len(layers))[:, None]
         self.first: Any = 1 * (stages == 0)  # the stage with the embedding, [stage, 1]
@@ -63,46 +63,51 @@ class ByParts:
         self.devices = layout.tensor * layout.context  # share a token's work
         self.spreads = layout.vocabulary == "ranks"
         self.message_bytes = model.hidden * hardware.element_bytes / self.devices  # of a token, on one of the devices
-        # Bytes of keys and values, and of the gradients of both, of one token and layer, by kind of layer.
-        rows = [layer.keys / self.devices for layer in self.layer_kinds]
-        self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
         self._weight_bits = layout.weight_bits or 8 * hardware.element_bytes
         self._is_frozen = layout.is_frozen
         self._has_w = not self._is_frozen or layout.lora > 0  # matrices save their inputs for W alone
-        # Saved activations of one token and layer without recomputation, by kind of layer.
-        self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
-        # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
-        tile, self._pair_flops = hardware.head_tile, list[float]()
-        for layer in self.layer_kinds:
-            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
-            self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
         # A loss that does not contain the head saves an fp32 probability for each word.
         self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / self.devices * 4
-        self._count_parameters()
-
-    def _count_parameters(self) -> None:
-        """Counts the parameters on one device of each kind of layer, and of each stage, all and trained, and the bytes
-        of each stage's frozen weights."""
-        model, layout, h, last = self.model, self.layout, self.model.hidden, len(self.layers) - 1
-        self.layer_parameters: list[float] = []
+        # By kind of layer: bytes of keys and values, and of the gradients of both, of a token; saved activations of a
+        # token without recomputation; products of q with a key, and of a weight with its value, in whole tiles of
+        # heads; and parameters on one device.
+        self.cache_bytes, self._all_saved = list[tuple[float, float]](), list[float]()
+        self._pair_flops, self.layer_parameters = list[float](), list[float]()
+        h, tile = model.hidden, hardware.head_tile
         for layer in self.layer_kinds:
-            router = h * layer.experts if layer.experts > 1 else 0
+            row = layer.keys / self.devices
+            self.cache_bytes.append((row * hardware.element_bytes, row * 4))
+            self._all_saved.append(self._saved_bytes(layer, "none"))
+            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
+            self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
+            router, shared_by = (h * layer.experts, layout.expert) if layer.experts > 1 else (0, 1)
             dense = layer.mixer + 3 * h * layer.shared + layer.norms * h + layer.other + router
-            shared_by = layout.expert if layer.experts > 1 else 1
             self.layer_parameters.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / layout.tensor)
-        words, self.stage_parameters = h * model.vocab, list[float]()
+        # By stage: parameters on one device, all and trained; bytes of frozen weights; seconds for the exposed part of
+        # the gradients' reduction, and for the optimizer.
+        words, last, self.stage_parameters = h * model.vocab, len(layers) - 1, list[float]()
         for stage, counts in enumerate(self.counts.tolist()):
-            layers = sum(map(operator.mul, counts, self.layer_parameters))
+            of_layers = sum(map(operator.mul, counts, self.layer_parameters))
             ends: float = (1 if model.tied and last == 0 else (stage == 0) + (stage == last)) * words
             if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
                 ends = (stage < self.num_ranks) * ((2 - model.tied) * words / self.num_ranks)
-            self.stage_parameters.append(layers + ends / layout.tensor)
-        self.trained_parameters, self.frozen_bytes = self.stage_parameters, [0.0] * len(self.layers)
+            self.stage_parameters.append(of_layers + ends / layout.tensor)
+        self.trained_parameters, self.frozen_bytes = self.stage_parameters, [0.0] * len(layers)
         if self._is_frozen:
             adapters = [layout.lora * self._adapted(layer) / layout.tensor for layer in self.layer_kinds]
             self.trained_parameters = [float(sum(map(operator.mul, own, adapters))) for own in self.counts.tolist()]
             scale = 0.5 * (layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
             self.frozen_bytes = [n * (self._weight_bits + scale) / 8 for n in self.stage_parameters]
+        written, data = hardware.gradient_bytes + hardware.element_bytes, layout.data
+        moved, touched = (data - 1) / data * written, (written + 2 * hardware.optimizer_bytes) / data
+        rate = self._link(data * self.devices * num_ranks)
+        of_parameter = hardware.data_exposed * moved / rate + touched / hardware.bandwidth
+        self.optimizer_seconds = [of_parameter * parameters for parameters in self.trained_parameters]
+
+    def _link(self, devices: float) -> float:
+        """Returns the bytes per second among a number of neighbouring devices."""
+        hw = self.hardware
+        return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
 
     # -- seconds
 
@@ -126,10 +131,10 @@ class ByParts:
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
-            routed = hw.expert_exposed * moved / hw.link(e * self.devices)
+            routed = hw.expert_exposed * moved / self._link(e * self.devices)
         collectives = collectives_back = routed
         if t > 1:
-            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / hw.link(t)
+            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / self._link(t)
             collectives, collectives_back = _COLLECTIVES * each + routed, _COLLECTIVES_BACK * each + routed
         again = 0.0
         if layout.inside == "full":
@@ -154,7 +159,7 @@ class ByParts:
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
             if c > 1:  # keys and values of the prefix come round the ring of devices, hidden while attention lasts
                 seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
+                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / self._link(c * t)
                 forward = forward + np.maximum(0.0, ring - attention)
                 back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
@@ -212,22 +217,28 @@ class ByParts:
         unit = 0.0 * self.first + 0.0 * span.tokens
         return {name: each / self.num_ranks + self.hardware.unit_overhead + unit for name, each in whole.items()}
 
-    @cached_property
-    def optimizer_seconds(self) -> list[float]:
-        """Seconds of each stage for the exposed part of the gradients' reduction, and for the optimizer."""
-        hw, d = self.hardware, self.layout.data
-        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
-        rate = hw.link(d * self.devices * self.num_ranks)
-        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
-        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * parameters for parameters in self.trained_parameters]
-
     # -- bytes
 
     def held(self, tokens: Any) -> tuple[Any, Any, Any]:
         """Returns the bytes that units of so many tokens hold beside the cache, arrays [stage, unit]: saved
         activations, the part kept until W, and the gradients that I adds for W."""
-        saved, kept, left, state = (column[:, None] for column in self._stage_bytes)
+        h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
+        for layer in self.layer_kinds:
+            saved = self._saved_bytes(layer, self.layout.inside)
+            saved += layer.keys * e if self.layout.copies_prefix else 0.0
+            routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
+            hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
+            of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
+            if not self._has_w:  # nothing is kept for W, or left to W
+                of_norms = of_ffn = 0.0
+            # I leaves gradients of q, k, v, gate, up and two outputs to W, and recomputed inputs.
+            again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
+            left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
+            of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
+            state = 4 * layer.state + e * layer.tail  # handed to the next segment, whatever the unit's length
+            of_kinds.append([x / self.devices for x in (*of_token, state)])
+        columns = [sum(map(operator.mul, self.counts.T, column)) for column in zip(*of_kinds, strict=True)]
+        saved, kept, left, state = (column[:, None] for column in columns)
         words, gradients = self._saved_logits * tokens, 0.0
         if not self.layout.head_in_loss:
             gradients = self.model.vocab * self.hardware.element_bytes / self.devices * tokens
@@ -251,26 +262,6 @@ class ByParts:
         """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
         words = self.model.vocab / self.devices
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
-
-    @cached_property
-    def _stage_bytes(self) -> list[Any]:
-        """Bytes of all layers, arrays [stage], per token: saved activations; the part that W reads; additions of I
-        for W, namely gradients of q, k, v, gate, up and two outputs, and recomputed inputs. The fourth number is per
-        unit of any length: the state handed to the next segment and kept for backward."""
-        h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
-        for layer in self.layer_kinds:
-            saved = self._saved_bytes(layer, self.layout.inside)
-            saved += layer.keys * e if self.layout.copies_prefix else 0.0
-            routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
-            hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
-            of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
-            if not self._has_w:  # nothing is kept for W, or left to W
-                of_norms = of_ffn = 0.0
-            again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
-            left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
-            of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
-            of_kinds.append([x / self.devices for x in (*of_token, 4 * layer.state + e * layer.tail)])
-        return [sum(map(operator.mul, self.counts.T, column)) for column in zip(*of_kinds, strict=True)]
 
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
         """Returns the activation bytes of one token and layer: inputs and outputs of norms, q, attention's output and
