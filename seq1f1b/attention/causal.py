@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from seq1f1b import _C
 from seq1f1b.above import above
 from seq1f1b.files import check_part
-from seq1f1b.flat import whole
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
@@ -109,13 +108,14 @@ def causal_attention(
         q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids, sinks)
     if not isinstance(layer, Tensor):
-        whole("layer, unless a handle of seq1f1b.layer_handle,", layer, 0)
+        _check_layer(layer)
     # A new empty tensor for each missing input: dynamo refuses a tensor in two places of an autograd.Function.
     slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
     docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     extra = q.new_empty(0) if sinks is None else sinks.to(sums)
-    _check_options(scale, window, softcap)
+    if scale is not None or window is not None or softcap is not None:
+        _check_options(scale, window, softcap)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     options = (slopes, docs, extra, scale, window or 0, softcap or 0.0)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, extra))
@@ -153,7 +153,15 @@ def layer_handle(index: int) -> Tensor:
     Raises:
         ValueError: index is negative.
     """
-    return torch.tensor(whole("index", index, 0), dtype=torch.int64, device="cpu")
+    _check_layer(index)
+    return torch.tensor(index, dtype=torch.int64, device="cpu")
+
+
+def _check_layer(index: int) -> None:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layer is {index!r}, must be an int or a handle of seq1f1b.layer_handle")
+    if index < 0:
+        raise ValueError(f"layer key is {index}, must be at least 0")
 
 
 def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
@@ -278,7 +286,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-    _check_more(batch, heads, tokens, slopes, docs, sinks)
+    if slopes is not None or docs is not None or sinks is not None:
+        _check_more(batch, heads, tokens, slopes, docs, sinks)
 
 
 def _check_more(
@@ -322,8 +331,10 @@ def _ids(doc_ids: Tensor) -> Tensor:
 
 
 def _check_options(scale: float | None, window: int | None, softcap: float | None) -> None:
-    if window is not None:
-        whole("window", window, 1)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window is {window!r}, must be an int")
+    if window is not None and not 1 <= window < 2**63:
+        raise ValueError(f"window is {window}, must be at least 1 and below 2^63")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}, must be above 0 and finite")
     if scale is not None and not math.isfinite(scale):

@@ -222,9 +222,9 @@ BAD = {
     "whole sinks": (lambda q, k, v: {"sinks": torch.ones(4, dtype=torch.int32)}, TypeError, "must be a floating type"),
     "sinks in a list": (lambda q, k, v: {"sinks": [1.0] * 4}, TypeError, "must be a tensor or None"),
     "sinks elsewhere": (lambda q, k, v: {"sinks": torch.ones(4, device="meta")}, ValueError, "sinks is on meta, q on"),
-    "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer, unless a handle of .*, is -1, must be at least 0"),
+    "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer key is -1, must be at least 0"),
     "wide window": (lambda q, k, v: {"window": 2**63}, ValueError, "window is 9223372036854775808, must be"),
-    "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window must be an int, got float"),
+    "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window is 2.5, must be an int"),
     "infinite softcap": (lambda q, k, v: {"softcap": math.inf}, ValueError, "softcap is inf, must be"),
     "scale": (lambda q, k, v: {"scale": math.nan}, ValueError, "scale is nan, must be finite"),
     "complex slopes": (
