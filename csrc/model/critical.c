@@ -77,16 +77,12 @@ static void find_granters(walk *w)
 /* The latest end of a unit whose result leaves on this edge, if its rank may be through with that at `through`. */
 static double walk_back_over_send(walk *w, int32_t edge, s1f_numbered_unit unit, double through)
 {
-    const s1f_costs *costs = w->costs;
-    int32_t boundary = s1f_edge_boundary(&w->edges[edge]);
+    s1f_link_costs link = s1f_link_costs_of(w->costs, &w->edges[edge]);
     int64_t number = number_of(w, edge, unit), column = s1f_column(&w->program->shape, *unit_at(w, unit));
-    double scale = s1f_message_scale(w->program, costs, edge, number);
-    double latency = costs->latency == NULL ? 0 : costs->latency[boundary];
-    double seconds_per_byte = costs->seconds_per_byte == NULL ? 0 : costs->seconds_per_byte[boundary];
-    double bytes = costs->message_bytes == NULL ? 0 : (double)costs->message_bytes[column];
-    double passed = fmin(w->latest_arrival[message(w, edge, number)] - scale * latency, w->latest_transfer[edge]);
-    w->latest_transfer[edge] = passed - scale * (bytes * seconds_per_byte);
-    double latest_end = fmin(through, w->latest_transfer[edge]) - costs->send;
+    double scale = s1f_message_scale(w->program, w->costs, edge, number);
+    double passed = fmin(w->latest_arrival[message(w, edge, number)] - scale * link.latency, w->latest_transfer[edge]);
+    w->latest_transfer[edge] = passed - scale * s1f_transfer_seconds(&link, column);
+    double latest_end = fmin(through, w->latest_transfer[edge]) - w->costs->send;
     w->latest_credit[message(w, edge, number)] = latest_end;
     return latest_end;
 }

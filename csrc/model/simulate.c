@@ -16,9 +16,8 @@ typedef struct {
     int64_t num_used; /* messages that the receiver has used */
     int32_t is_in_order;
     double link_free; /* when the link has passed its last message */
-    double latency, seconds_per_byte;
-    const double *message_bytes; /* [column] */
-    int32_t next_incoming;       /* edge into the same rank, -1 ends */
+    s1f_link_costs costs;
+    int32_t next_incoming; /* edge into the same rank, -1 ends */
 } link;
 
 typedef struct {
@@ -46,14 +45,13 @@ typedef struct {
     s1f_walk walk;
     s1f_pool pool; /* of all arrays */
     int32_t num_steps;
-    int64_t num_columns;   /* s1f_column */
-    double *kind_seconds;  /* [kind][column], where given by what a unit is */
-    double *message_bytes; /* [column], and once more for statistics */
-    double *tier_end;      /* [cell of all stages]: when the tier has moved its unit, out or back; NULL: at once */
-    link *links;           /* [edge] */
-    rank_state *ranks;     /* [rank] */
-    int32_t num_through;   /* ranks that wait for the others before their optimizer */
-    double *step_end;      /* [step] last end of a unit */
+    int64_t num_columns;  /* s1f_column */
+    double *kind_seconds; /* [kind][column], where given by what a unit is */
+    double *tier_end;     /* [cell of all stages]: when the tier has moved its unit, out or back; NULL: at once */
+    link *links;          /* [edge] */
+    rank_state *ranks;    /* [rank] */
+    int32_t num_through;  /* ranks that wait for the others before their optimizer */
+    double *step_end;     /* [step] last end of a unit */
     int64_t num_completed;
     s1f_simulation *simulation;
 } simulator;
@@ -205,9 +203,9 @@ static inline void send(simulator *s, const int extras, const s1f_stand *at, int
     if (extras && l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
     double scale = extras ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
-    double transfer = scale * (l->message_bytes[s1f_column(&s->walk.shape, *at->unit)] * l->seconds_per_byte);
+    double transfer = scale * s1f_transfer_seconds(&l->costs, s1f_column(&s->walk.shape, *at->unit));
     l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
-    *arrival(l, number, at->cell) = l->link_free + scale * l->latency;
+    *arrival(l, number, at->cell) = l->link_free + scale * l->costs.latency;
 }
 
 static inline void post(void *context, int32_t rank, int32_t edge)
@@ -415,9 +413,6 @@ static s1f_status fill_seconds(simulator *s)
     const s1f_shape *shape = &s->program->shape;
     int64_t k = s->num_columns;
     uint32_t occurs = s1f_schedule_passes(s->program->schedule);
-    const int64_t *given[] = {s->costs->message_bytes, s->costs->statistics_bytes};
-    for (int64_t i = 0; i < 2 * k; i++)
-        s->message_bytes[i] = given[i / k] == NULL ? 0 : (double)given[i / k][i % k];
     for (int64_t i = 0; s->kind_seconds != NULL && i < shape->num_stages * k; i++)
         for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
             const double *of_pass = s->costs->pass_seconds[pass];
@@ -444,10 +439,7 @@ static void create_links(simulator *s)
         *l = (link){
             .mask = ring - 1,
             .is_in_order = edge->is_in_order,
-            .latency = s->costs->latency == NULL ? 0 : s->costs->latency[s1f_edge_boundary(edge)],
-            .seconds_per_byte =
-                s->costs->seconds_per_byte == NULL ? 0 : s->costs->seconds_per_byte[s1f_edge_boundary(edge)],
-            .message_bytes = s->message_bytes + (edge->channel == S1F_CHANNEL_STATISTICS ? s->num_columns : 0),
+            .costs = s1f_link_costs_of(s->costs, edge),
             .next_incoming = s->ranks[edge->destination_rank].first_incoming,
         };
         s->ranks[edge->destination_rank].first_incoming = e;
@@ -465,7 +457,6 @@ static s1f_status create_arrays(simulator *s)
     s->links = s1f_pool_take(&s->pool, (size_t)s->program->edges->num_edges, sizeof *s->links);
     s->ranks = s1f_pool_take(&s->pool, num_ranks, sizeof *s->ranks);
     s->step_end = s1f_pool_take(&s->pool, (size_t)s->num_steps, sizeof *s->step_end);
-    s->message_bytes = s1f_pool_take(&s->pool, 2 * (size_t)s->num_columns, sizeof *s->message_bytes);
     if (s->costs->unit_seconds == NULL)
         s->kind_seconds = s1f_pool_take(&s->pool, num_costs, S1F_MAX_PASSES * sizeof *s->kind_seconds);
     if (s->costs->tier_seconds != NULL)

@@ -40,6 +40,27 @@ typedef struct {
     const double *optimizer;
 } s1f_costs;
 
+/* What the messages of an edge cost. */
+typedef struct {
+    double latency, seconds_per_byte;
+    const int64_t *bytes; /* [column]; NULL: 0 */
+} s1f_link_costs;
+
+static inline s1f_link_costs s1f_link_costs_of(const s1f_costs *costs, const s1f_edge *edge)
+{
+    int32_t s = s1f_edge_boundary(edge);
+    return (s1f_link_costs){
+        .latency = costs->latency == NULL ? 0 : costs->latency[s],
+        .seconds_per_byte = costs->seconds_per_byte == NULL ? 0 : costs->seconds_per_byte[s],
+        .bytes = edge->channel == S1F_CHANNEL_STATISTICS ? costs->statistics_bytes : costs->message_bytes,
+    };
+}
+/* Seconds that a message of this column takes on the link, without jitter. */
+static inline double s1f_transfer_seconds(const s1f_link_costs *link, int64_t column)
+{
+    return link->bytes == NULL ? 0 : (double)link->bytes[column] * link->seconds_per_byte;
+}
+
 /* -- what a simulation tells --------------------------------------------------------------------------------------- */
 
 /* Why a unit of the first step stands where it does; bits. */

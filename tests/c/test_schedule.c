@@ -268,7 +268,7 @@ static void test_failing_allocations(void)
         given_rank = 0;
         fail_each_allocation(lower, 20);
         fail_each_allocation(simulate, 10);
-        fail_each_allocation(find_slack_and_memory, 27);
+        fail_each_allocation(find_slack_and_memory, 26);
         s1f_program_free(given_program);
         s1f_schedule_free(lowered);
     }

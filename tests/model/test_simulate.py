@@ -321,6 +321,20 @@ def test_slack_is_what_a_unit_may_take_longer() -> None:
                 assert makespan == close(simulation.makespan + more)
 
 
+def test_slack_with_a_vocabulary_over_the_ranks() -> None:
+    """The statistics of the shards have bytes of their own."""
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2).spread_vocabulary()
+    durations = [[1.0] * len(rank) for rank in order.ranks]
+    costs = Costs(links=Links(bandwidth=8.0, message_bytes=1, statistics_bytes=20))
+    simulation = order.simulate(costs, durations=durations, critical=True)
+    assert simulation.slack is not None
+    for rank, slack in enumerate(simulation.slack):
+        for i, more in itertools.product(range(len(slack)), (0.0, 1.0)):
+            longer = [list(row) for row in durations]
+            longer[rank][i] += slack[i] + more
+            assert order.simulate(costs, durations=longer).makespan == close(simulation.makespan + more)
+
+
 def test_the_critical_path_alone_takes_the_makespan() -> None:
     """Its units in order of time, without slack; were all others to take no time, nothing would end earlier."""
     rng = random.Random(7)
