@@ -297,6 +297,10 @@ static void write_post(const lowering *l, int32_t edge)
 static void write_run(const lowering *l, s1f_unit unit, s1f_lifetimes lifetimes)
 {
     static const s1f_holding holdings[2] = {S1F_HOLDS_KV, S1F_HOLDS_KV_GRADIENT};
+    /* Products whose makers read or write them. */
+    static const uint32_t users[2] = {1u << S1F_PRODUCT_OUTPUT | 1u << S1F_PRODUCT_RECOMPUTED |
+                                          1u << S1F_PRODUCT_INPUT_GRADIENT,
+                                      1u << S1F_PRODUCT_INPUT_GRADIENT};
     int64_t M = l->program->shape.num_microbatches;
     s1f_stage_peak *peak = &l->program->peaks[unit.stage];
     if (s1f_begins_to_live(lifetimes) && ++l->live_units[unit.stage] > peak->live_units)
@@ -313,7 +317,7 @@ static void write_run(const lowering *l, s1f_unit unit, s1f_lifetimes lifetimes)
             *lowest = 1;
             *most[i] = *slot + 1 > *most[i] ? *slot + 1 : *most[i];
         }
-        *used[i] = lifetimes.uses >> holdings[i] & 1 ? *slot : -1;
+        *used[i] = s1f_pass_products(unit.pass) & users[i] ? *slot : -1;
         if (lifetimes.frees >> holdings[i] & 1)
             taken[*slot] = 0;
     }

@@ -263,37 +263,29 @@ typedef enum {
     AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
 } when;
 
-#define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
-
 static const struct {
     const char *name;
     s1f_per per;
     s1f_holding counts_with;
     s1f_product taken_by, freed_by;
     moment taken_at, freed_at;
-    uint32_t used_by; /* products whose makers read or write the holding */
     when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
-    [S1F_HOLDS_SAVED] = {"activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH, EACH,
-                         SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
+    [S1F_HOLDS_SAVED] = {"activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH, EACH, AS_SAVED},
     [S1F_HOLDS_FOR_WEIGHT] = {"kept_activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, WEIGHT_GRADIENT, EACH, EACH,
-                              SAVES | GRADIENTS, AS_SAVED},
+                              AS_SAVED},
     [S1F_HOLDS_OUTPUT_GRADIENT] = {"output_gradients", S1F_PER_CELL, S1F_HOLDS_OUTPUT_GRADIENT, INPUT_GRADIENT,
-                                   WEIGHT_GRADIENT, EACH, EACH, GRADIENTS, BETWEEN_TWO_PASSES},
-    [S1F_HOLDS_KV] = {"kv", S1F_PER_STAGE, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, FIRST, FIRST,
-                      SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+                                   WEIGHT_GRADIENT, EACH, EACH, BETWEEN_TWO_PASSES},
+    [S1F_HOLDS_KV] = {"kv", S1F_PER_STAGE, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, FIRST, FIRST, ALWAYS},
     [S1F_HOLDS_KV_GRADIENT] = {"kv_gradients", S1F_PER_STAGE, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT, INPUT_GRADIENT,
-                               LAST, FIRST, BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_INPUT] = {"inputs", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
-                         SAVES | BIT(INPUT_GRADIENT), IF_RECOMPUTED},
+                               LAST, FIRST, ALWAYS},
+    [S1F_HOLDS_INPUT] = {"inputs", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH, IF_RECOMPUTED},
     [S1F_HOLDS_SHARD_LOGITS] = {"shard_logits", S1F_PER_SEGMENT, S1F_HOLDS_SHARD_LOGITS, STATISTICS, LOSS, EACH, EACH,
-                                BIT(STATISTICS) | BIT(LOSS), ALWAYS},
-    [S1F_HOLDS_KV_ROWS] = {"kv_rows", S1F_PER_CELL, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, EACH, EACH,
-                           SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_STAYING] = {"staying", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
-                           SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+                                ALWAYS},
+    [S1F_HOLDS_KV_ROWS] = {"kv_rows", S1F_PER_CELL, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, EACH, EACH, ALWAYS},
+    [S1F_HOLDS_STAYING] = {"staying", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH, ALWAYS},
     [S1F_HOLDS_KV_GRADIENT_ROWS] = {"kv_gradient_rows", S1F_PER_CELL, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT,
-                                    INPUT_GRADIENT, LEAF, EACH, BIT(INPUT_GRADIENT), ALWAYS},
+                                    INPUT_GRADIENT, LEAF, EACH, ALWAYS},
 };
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
@@ -321,7 +313,7 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, in
                          [FIRST] = stands & S1F_STANDS_FIRST,
                          [LAST] = stands & S1F_STANDS_LAST,
                          [LEAF] = stands & S1F_STANDS_LEAF};
-    s1f_lifetimes found = {0, 0, 0};
+    s1f_lifetimes found = {0, 0};
     uint32_t made = passes[pass].products;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
         s1f_product taken_by = lifetimes[h].taken_by, freed_by = lifetimes[h].freed_by;
@@ -341,7 +333,6 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, in
             (lifetimes[h].when == BETWEEN_TWO_PASSES && (made & BIT(taken_by)) && (made & BIT(freed_by))))
             continue;
         found.takes |= made & takers && is_at[lifetimes[h].taken_at] ? BIT(h) : 0;
-        found.uses |= made & lifetimes[h].used_by ? BIT(h) : 0;
         found.frees |= made & freers && is_at[freed_at] ? BIT(h) : 0;
     }
     return found;

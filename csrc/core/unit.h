@@ -305,7 +305,7 @@ s1f_holding_facts s1f_facts_of_holding(s1f_holding holding);
 int s1f_takes_path(s1f_holding holding);
 
 typedef struct { /* bits (1 << s1f_holding) */
-    uint32_t takes, uses, frees;
+    uint32_t takes, frees;
 } s1f_lifetimes;
 
 /* Bits say where a unit's segment stands in its micro-batch; in a chain the last segment is the last forward, the first
