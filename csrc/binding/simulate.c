@@ -146,8 +146,8 @@ S1F_METHOD(PyObject *, program_changes, s1f_program *, program, s1f_int64s, held
             s1f_unit unit = program->ranks[rank].units[i / S1F_NUM_HOLDINGS];
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
             uint32_t holding = 1u << (i % S1F_NUM_HOLDINGS);
-            *next++ = s1f_taken_bytes(&places, lifetimes.takes & holding, unit);
-            *next++ = s1f_freed_bytes(&places, lifetimes.frees & holding, unit);
+            *next++ = s1f_changed_bytes(&places, lifetimes.takes & holding, unit, 1);
+            *next++ = s1f_changed_bytes(&places, lifetimes.frees & holding, unit, 0);
         }
     PyObject *result = s1f_view_of(changes, size, "q");
     PyMem_Free(changes);

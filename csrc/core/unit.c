@@ -290,12 +290,9 @@ static const struct {
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
 {
-    return (s1f_holding_facts){lifetimes[holding].name, lifetimes[holding].per, lifetimes[holding].counts_with};
-}
-
-int s1f_takes_path(s1f_holding holding)
-{
-    return lifetimes[holding].taken_at != EACH && lifetimes[holding].freed_at == EACH;
+    int takes_path = lifetimes[holding].taken_at != EACH && lifetimes[holding].freed_at == EACH;
+    return (s1f_holding_facts){lifetimes[holding].name, lifetimes[holding].per, lifetimes[holding].counts_with,
+                               takes_path};
 }
 
 int s1f_stand_in_tree(const s1f_shape *shape, s1f_unit unit, int is_end)

@@ -297,12 +297,12 @@ typedef struct {
     const char *name; /* the name of its bytes, for callers */
     s1f_per per;
     s1f_holding counts_with; /* peaks add up the holdings that count with this holding, under its name */
+    /* Whether the taking unit takes memory for its own segment and all earlier ones, which the units of these segments
+     * free one by one; in trees, for the segments of its path that have none yet. */
+    int32_t takes_path;
 } s1f_holding_facts;
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding);
-/* Whether the taking unit takes memory for its own segment and all earlier ones, which the units of these segments free
- * one by one; in trees, for the segments of its path that have none yet. */
-int s1f_takes_path(s1f_holding holding);
 
 typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, frees;

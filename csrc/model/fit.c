@@ -26,13 +26,13 @@ static int64_t cell_of(const walker *w, s1f_unit unit)
 static int64_t taken_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
     unit.pass = (int32_t)pass;
-    return s1f_taken_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).takes, unit);
+    return s1f_changed_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).takes, unit, 1);
 }
 
 static int64_t freed_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
     unit.pass = (int32_t)pass;
-    return s1f_freed_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).frees, unit);
+    return s1f_changed_bytes(&w->bytes, s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind).frees, unit, 0);
 }
 
 static void take(walker *w, s1f_unit unit, s1f_pass pass)

@@ -17,8 +17,7 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
         tables.of[h].values = bytes->of[h];
         tables.of[h].stage = facts.per == S1F_PER_CELL ? s1f_num_columns(shape) : facts.per == S1F_PER_STAGE;
         tables.of[h].column = facts.per == S1F_PER_CELL || facts.per == S1F_PER_SEGMENT;
-        tables.of[h].counts_with = (int32_t)facts.counts_with;
-        tables.of[h].takes_path = s1f_takes_path((s1f_holding)h);
+        tables.of[h].facts = facts;
     }
     return tables;
 }
@@ -42,27 +41,17 @@ static inline int64_t bytes_of(const s1f_byte_tables *tables, int h, s1f_unit un
 {
     const int64_t *value = &tables->of[h].values[unit.stage * tables->of[h].stage + column * tables->of[h].column];
     int64_t sum = *value;
-    if (takes && tables->of[h].takes_path)
+    if (takes && tables->of[h].facts.takes_path)
         sum += bytes_of_path(tables->shape, value, unit);
     return sum;
 }
 
-static int64_t sum_of(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int takes)
+int64_t s1f_changed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int takes)
 {
     int64_t sum = 0, column = s1f_column(tables->shape, unit);
     for (uint32_t left = holdings & tables->given; left != 0; left &= left - 1)
         sum += bytes_of(tables, __builtin_ctz(left), unit, column, takes);
     return sum;
-}
-
-int64_t s1f_taken_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit)
-{
-    return sum_of(tables, holdings, unit, 1);
-}
-
-int64_t s1f_freed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit)
-{
-    return sum_of(tables, holdings, unit, 0);
 }
 
 /* What a rank holds now. */
@@ -78,7 +67,7 @@ static inline void take(ledger *l, const s1f_byte_tables *tables, uint32_t holdi
     l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1;
     peak->units = greater(peak->units, l->units);
     for (uint32_t left = holdings & tables->given; left != 0; left &= left - 1) {
-        int h = __builtin_ctz(left), with = tables->of[h].counts_with;
+        int h = __builtin_ctz(left), with = (int)tables->of[h].facts.counts_with;
         int64_t taken = bytes_of(tables, h, unit, column, 1);
         l->total += taken;
         l->live[with] += taken;
@@ -94,7 +83,7 @@ static inline void give_back(ledger *l, const s1f_byte_tables *tables, uint32_t 
         int h = __builtin_ctz(left);
         int64_t freed = bytes_of(tables, h, unit, column, 0);
         l->total -= freed;
-        l->live[tables->of[h].counts_with] -= freed;
+        l->live[tables->of[h].facts.counts_with] -= freed;
     }
 }
 

@@ -35,13 +35,12 @@ typedef struct {
     struct {
         const int64_t *values;
         int64_t stage, column; /* the value of a unit is number unit.stage * stage + s1f_column * column */
-        int32_t counts_with, takes_path;
+        s1f_holding_facts facts;
     } of[S1F_NUM_HOLDINGS];
 } s1f_byte_tables;
 
 s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_bytes *bytes);
-/* Bytes of some holdings (bits 1 << s1f_holding) that a unit takes, and that it frees. */
-int64_t s1f_taken_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit);
-int64_t s1f_freed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit);
+/* Bytes of some holdings (bits 1 << s1f_holding) that a unit takes, or that it frees. */
+int64_t s1f_changed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int takes);
 
 #endif
