@@ -46,7 +46,6 @@ def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None =
     """
     units = set(units)
     num_stages = 1 + max(unit.stage for unit in units)
-    num_microbatches = 1 + max(unit.microbatch for unit in units)
     segments_of: dict[int, int] = {}
     for unit in units:
         segments_of[unit.microbatch] = max(segments_of.get(unit.microbatch, 0), unit.segment + 1)
@@ -55,9 +54,8 @@ def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None =
     after = {}
     for unit in units:
         numbers = array("i", [_C.PASSES.index(unit.kind), *unit[1:]])
-        k = segments_of[unit.microbatch]
-        own = None if parents is None else array("i", parents[unit.microbatch])
-        inputs = _C.unit_inputs(num_stages, num_microbatches, k, num_shards, passes, numbers, own)
+        own = range(-1, segments_of[unit.microbatch] - 1) if parents is None else parents[unit.microbatch]
+        inputs = _C.unit_inputs(num_stages, num_shards, passes, numbers, array("i", own))
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
 

@@ -59,9 +59,9 @@ class _Problem:
 
     def waits_for(self, unit: Unit) -> list[Unit]:
         """The units that must end before it starts, as the core has them; I stands for B."""
-        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
         numbers = array("i", [_C.PASSES.index(unit.kind), *unit[1:]])
-        return [unit_of(source) for source in _C.unit_inputs(*counts, 1, _PASSES, numbers, None)]
+        parents = array("i", range(-1, self.num_segments - 1))
+        return [unit_of(source) for source in _C.unit_inputs(len(self.rank_of_stage), 1, _PASSES, numbers, parents)]
 
     def least_life(self, forward: Unit) -> int:
         """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""
