@@ -132,14 +132,9 @@ static void release_callback(void *context, void *keep)
     walker->thread = PyEval_SaveThread();
 }
 
-/* 0 with the exception set, unless there is a size for each column. */
 static int check_sizes(const s1f_walker *walker, s1f_int64s sizes)
 {
-    int64_t num_columns = s1f_num_columns(&walker->program->shape);
-    if (sizes.count != num_columns)
-        PyErr_Format(PyExc_ValueError, "%lld segment sizes for %lld segments", (long long)sizes.count,
-                     (long long)num_columns);
-    return sizes.count == num_columns;
+    return s1f_require_count("segment sizes", sizes.count, s1f_num_columns(&walker->program->shape));
 }
 
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)

@@ -51,12 +51,8 @@ S1F_METHOD(PyObject *, schedule_cell_kinds, s1f_schedule *, schedule)
     s1f_shape shape;
     s1f_pool pool = {0};
     s1f_status status = s1f_schedule_full_shape(schedule, &pool, &shape);
-    if (status != S1F_OK) {
-        s1f_pool_free(&pool);
-        return s1f_raise(status);
-    }
-    int64_t count = shape.num_stages * s1f_num_cells(&shape);
-    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+    int64_t count = status == S1F_OK ? shape.num_stages * s1f_num_cells(&shape) : 0;
+    PyObject *bytes = status == S1F_OK ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count) : s1f_raise(status);
     char *kinds = bytes == NULL ? NULL : PyBytes_AsString(bytes);
     for (int64_t i = 0; kinds != NULL && i < count; i++)
         kinds[i] = (char)s1f_kind_of_cell(&shape, s1f_forward_of_cell(&shape, i));
