@@ -24,7 +24,7 @@ static const char *broken_rule_kfkb(const s1f_request *request)
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
     int64_t warmup = request->num_ranks - rank - 1 + s1f_extra_warmup(request, rank);
-    return s1f_schedule_alternate_groups(schedule, rank, warmup, group_of(request));
+    return s1f_alternate_groups(request, schedule, rank, warmup, group_of(request));
 }
 
 const s1f_family s1f_family_1f1b = {

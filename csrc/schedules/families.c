@@ -280,33 +280,6 @@ s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_
                                                                   : s1f_unit_going_back(&shape, pass, stage, i));
 }
 
-s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
-                                  s1f_append *append, int64_t context)
-{
-    for (int64_t i = 0; i < warmup + count; i++) {
-        if (i < count)
-            S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, i));
-        if (i >= warmup)
-            S1F_TRY(append(schedule, rank, S1F_PASS_BACKWARD, context, i - warmup));
-    }
-    return S1F_OK;
-}
-
-static s1f_status append_group(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t size, int64_t group)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
-    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end; i++)
-        S1F_TRY(s1f_schedule_append_nth(schedule, pass, rank, i));
-    return S1F_OK;
-}
-
-s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
-{
-    int64_t num_groups = s1f_schedule_shape(schedule).num_microbatches / size;
-    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, append_group, size);
-}
-
 int64_t s1f_extra_warmup(const s1f_request *request, int32_t rank)
 {
     int64_t more = (int64_t)(request->num_ranks - rank - 1) * request->options.extra_warmup;

@@ -72,14 +72,6 @@ s1f_status s1f_schedule_place(const s1f_request *request, int32_t placement, s1f
  * descend in B and I. */
 s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_t stage, int64_t i);
 
-/* Warm-up, steady state and cool-down of one rank: `warmup` forwards, then one forward and one backward in turn, then
- * the backwards that are left; `count` of each. `append` appends the i-th one, F or B. */
-typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t context, int64_t i);
-s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
-                                  s1f_append *append, int64_t context);
-/* s1f_schedule_alternate where an item is a group of `size` micro-batches in plain order, which goes forward, and back,
- * as a whole. `size` divides M. */
-s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
 /* The order of a rank with trees: parents first and one branch after another, back branch after branch (nested.c). */
 s1f_order_of_rank s1f_order_nested;
 /* Forwards that option extra_warmup adds to a rank's warm-up: so many for each stage behind its own, at most all. */
@@ -102,6 +94,10 @@ s1f_v_rank s1f_v_rank_of(const s1f_request *request, s1f_schedule *schedule, int
  * second, each in plain order, and w, the W of its oldest I that has none yet. A letter with nothing left is left
  * out. */
 s1f_status s1f_repeat(s1f_v_rank *rank, int64_t times, const char *pattern);
+/* The order of a rank with one stage: `warmup` groups forward, then one forward and one back in turn, then those back
+ * that are left. A group is `size` micro-batches in plain order; `size` divides M. */
+s1f_status s1f_alternate_groups(const s1f_request *request, s1f_schedule *schedule, int32_t rank, int64_t warmup,
+                                int64_t size);
 
 /* -- where the W of a split backward go (split.c) ------------------------------------------------------------------ */
 

@@ -6,7 +6,7 @@
 
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    return s1f_schedule_alternate_groups(schedule, rank, 1, request->num_microbatches);
+    return s1f_alternate_groups(request, schedule, rank, 1, request->num_microbatches);
 }
 
 const s1f_family s1f_family_gpipe = {

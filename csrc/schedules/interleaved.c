@@ -38,25 +38,35 @@ static void find_in_rounds(int64_t num_items, int64_t item_size, int64_t v, int6
     *number = before + i / (size * v) * size + i % size;
 }
 
-/* The last stage of a rank goes back first. */
-static s1f_status append(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t num_rounds, int64_t i)
+/* Appends a rank's i-th unit of a pass. The last stage of a rank goes back first; where each micro-batch has rounds of
+ * its segments, its way back is its way forward, read from the end. */
+static s1f_status append(const s1f_request *request, s1f_schedule *schedule, int32_t rank, s1f_pass pass,
+                         int64_t num_rounds, int64_t i)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int32_t P = shape.num_ranks, v = shape.num_stages / P, turn;
-    int64_t number;
-    find_in_rounds(shape.num_microbatches, shape.num_segments, v, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_nth(schedule, pass, (pass == S1F_PASS_FORWARD ? turn : v - 1 - turn) * P + rank, number);
+    int32_t P = request->num_ranks, k = request->num_segments, v = request->stages_per_rank, turn;
+    int64_t number, units = (int64_t)v * k, is_forward = pass == S1F_PASS_FORWARD;
+    if (request->options.rounds == S1F_ROUNDS_OF_SEGMENTS) {
+        find_in_rounds(k, 1, v, num_rounds, is_forward ? i % units : units - 1 - i % units, &turn, &number);
+        number = i / units * k + (is_forward ? number : k - 1 - number);
+    } else {
+        find_in_rounds(request->num_microbatches, k, v, num_rounds, i, &turn, &number);
+        turn = is_forward ? turn : v - 1 - turn;
+    }
+    return s1f_schedule_append_nth(schedule, pass, turn * P + rank, number);
 }
 
-/* Each micro-batch has rounds of its segments; its way back is its way forward, read from the end. */
-static s1f_status append_by_segments(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t num_rounds, int64_t i)
+/* `warmup` forwards, then one forward and one backward in turn, then the backwards that are left. */
+static s1f_status alternate(const s1f_request *request, s1f_schedule *schedule, int32_t rank, int64_t warmup,
+                            int64_t num_rounds)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int32_t P = shape.num_ranks, k = shape.num_segments, v = shape.num_stages / P, turn;
-    int64_t number, units = (int64_t)v * k, is_forward = pass == S1F_PASS_FORWARD;
-    find_in_rounds(k, 1, v, num_rounds, is_forward ? i % units : units - 1 - i % units, &turn, &number);
-    return s1f_schedule_append_nth(schedule, pass, turn * P + rank,
-                                   i / units * k + (is_forward ? number : k - 1 - number));
+    int64_t count = request->stages_per_rank * request->num_cells;
+    for (int64_t i = 0; i < warmup + count; i++) {
+        if (i < count)
+            S1F_TRY(append(request, schedule, rank, S1F_PASS_FORWARD, num_rounds, i));
+        if (i >= warmup)
+            S1F_TRY(append(request, schedule, rank, S1F_PASS_BACKWARD, num_rounds, i - warmup));
+    }
+    return S1F_OK;
 }
 
 /* Fewest micro-batches of a round. */
@@ -97,15 +107,13 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
     int64_t v = request->stages_per_rank, num_rounds = M / least_round(request);
     int64_t first_round = (M + num_rounds - 1) / num_rounds * k;
     int64_t warmup = (v - 1) * first_round + 2 * (P - rank - 1) + k - 1;
-    if (request->options.rounds == S1F_ROUNDS_OF_SEGMENTS)
-        return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, append_by_segments, k / P);
-    return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, append, num_rounds);
+    int is_by_segments = request->options.rounds == S1F_ROUNDS_OF_SEGMENTS;
+    return alternate(request, schedule, rank, warmup, is_by_segments ? k / P : num_rounds);
 }
 
 static s1f_status breadth_first(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t all = (int64_t)request->stages_per_rank * request->num_microbatches * request->num_segments;
-    return s1f_schedule_alternate(schedule, rank, all, all, append, 1);
+    return alternate(request, schedule, rank, request->stages_per_rank * request->num_cells, 1);
 }
 
 const s1f_family s1f_family_interleaved = {

@@ -40,3 +40,17 @@ s1f_status s1f_repeat(s1f_v_rank *r, int64_t times, const char *pattern)
             S1F_TRY(append_letter(r, *letter));
     return S1F_OK;
 }
+
+s1f_status s1f_alternate_groups(const s1f_request *request, s1f_schedule *schedule, int32_t rank, int64_t warmup,
+                                int64_t size)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    s1f_v_rank r = s1f_v_rank_of(request, schedule, rank);
+    int64_t num_groups = shape.num_microbatches / size;
+    for (int64_t i = 0; i < warmup + num_groups; i++) {
+        int64_t forward = i < num_groups ? i + 1 : num_groups, back = i < warmup ? 0 : i - warmup + 1;
+        S1F_TRY(s1f_repeat(&r, s1f_first_cell(&shape, (int32_t)(forward * size)) - r.forwards[0], "f"));
+        S1F_TRY(s1f_repeat(&r, s1f_first_cell(&shape, (int32_t)(back * size)) - r.backwards[0], "b"));
+    }
+    return S1F_OK;
+}
