@@ -20,7 +20,7 @@ static int is_ready(const builder *b, s1f_unit unit, double now)
 /* What a free rank does: the oldest micro-batch's B, else an F; 0: it waits. */
 static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds)
 {
-    const builder *b = context;
+    builder *b = context;
     int32_t P = b->request->num_ranks, v = b->request->stages_per_rank;
     s1f_unit backward = {S1F_PASS_BACKWARD, 0, -1, 0}, forward = {S1F_PASS_FORWARD, 0, -1, 0};
     for (int32_t turn = v - 1; turn >= 0; turn--) { /* deeper stages first */
@@ -34,19 +34,12 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
     }
     *unit = backward.microbatch >= 0 ? backward : forward;
     *seconds = unit->pass == S1F_PASS_FORWARD ? 1 : 2;
+    b->next[unit->pass == S1F_PASS_BACKWARD][unit->stage] += unit->microbatch >= 0;
     return unit->microbatch >= 0;
-}
-
-static void start(void *context, int32_t rank, s1f_unit unit)
-{
-    builder *b = context;
-    (void)rank;
-    b->next[unit.pass == S1F_PASS_BACKWARD][unit.stage]++;
 }
 
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
     s1f_pool pool = {0};
     s1f_schedule *schedule = NULL;
@@ -58,7 +51,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
     s1f_status status = s1f_board_create(&shape, &pool, &b.board);
     if (status == S1F_OK)
         status =
-            s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b, schedule);
+            s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, choose, &b, schedule);
     s1f_pool_free(&pool);
     return s1f_schedule_finish(schedule, status, out);
 }

@@ -47,7 +47,7 @@ enum { TIMES_PER_CHECK = 1024 };
 
 typedef struct {
     s1f_board *board;
-    const s1f_clock_rules *rules;
+    s1f_choose *choose;
     void *context;
     double now, tolerance; /* seconds */
     double *free;          /* [rank] end of the rank's unit */
@@ -68,10 +68,9 @@ static s1f_status start_units(run_in_time *c)
     for (int again = 1; again;) {
         again = 0;
         for (int32_t rank = 0; rank < c->board->shape.num_ranks; rank++)
-            while (is_free(c, rank) && c->rules->choose(c->context, rank, c->now, &unit, &seconds)) {
+            while (is_free(c, rank) && c->choose(c->context, rank, c->now, &unit, &seconds)) {
                 c->free[rank] = c->now + seconds;
                 s1f_board_start(c->board, unit, c->free[rank]);
-                c->rules->start(c->context, rank, unit);
                 S1F_TRY(s1f_schedule_append(c->out, unit));
                 again |= is_free(c, rank);
             }
@@ -79,11 +78,11 @@ static s1f_status start_units(run_in_time *c)
     return S1F_OK;
 }
 
-s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
-                           void *context, s1f_schedule *out)
+s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, s1f_choose *choose, void *context,
+                           s1f_schedule *out)
 {
     s1f_pool pool = {0};
-    run_in_time c = {.board = board, .rules = rules, .context = context, .tolerance = tolerance, .out = out};
+    run_in_time c = {.board = board, .choose = choose, .context = context, .tolerance = tolerance, .out = out};
     c.free = s1f_pool_take(&pool, (size_t)board->shape.num_ranks, sizeof *c.free);
     s1f_status status = s1f_pool_status(&pool, "a run of all ranks in time");
     for (int64_t n = 0; status == S1F_OK; n++) {

@@ -20,15 +20,13 @@ double s1f_board_ready(const s1f_board *board, s1f_unit unit);
 /* The unit has started and will end then. */
 void s1f_board_start(s1f_board *board, s1f_unit unit, double end);
 
-typedef struct {
-    /* What a free rank does now, and for how many seconds; 0: it waits. Asked whenever a unit of any rank has ended. */
-    int (*choose)(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
-    void (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
-} s1f_clock_rules;
+/* What a free rank does now, and for how many seconds: the unit starts. 0: the rank waits. Asked whenever a unit of any
+ * rank has ended. */
+typedef int s1f_choose(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
 
 /* Runs num_units units of all ranks, from time 0, and appends each to `out`, which is empty. Times that differ by at
  * most `tolerance` are one. S1F_ERR_SCHEDULE: all ranks wait. */
-s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
-                           void *context, s1f_schedule *out);
+s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, s1f_choose *choose, void *context,
+                           s1f_schedule *out);
 
 #endif

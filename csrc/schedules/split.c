@@ -80,10 +80,8 @@ static int64_t find_ahead(const walk *w, const rank_state *r, double now)
 }
 
 /* What a free rank does now, and its place in the plan; 0: it waits. */
-static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *taken)
+static int find_next(const walk *w, rank_state *r, double now, s1f_unit *unit, double *taken)
 {
-    walk *w = context;
-    rank_state *r = &w->ranks[rank];
     double next_ready = INFINITY;
     int is_full = 0;
     if (r->at < r->num_units) {
@@ -110,10 +108,8 @@ static int choose(void *context, int32_t rank, double now, s1f_unit *unit, doubl
     return 1;
 }
 
-static void start(void *context, int32_t rank, s1f_unit unit)
+static void note(rank_state *r, s1f_unit unit)
 {
-    walk *w = context;
-    rank_state *r = &w->ranks[rank];
     if (unit.pass == S1F_PASS_BACKWARD_WEIGHT) {
         r->num_weights++;
         r->live--;
@@ -131,10 +127,19 @@ static void start(void *context, int32_t rank, s1f_unit unit)
         r->at++;
 }
 
+static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *taken)
+{
+    walk *w = context;
+    rank_state *r = &w->ranks[rank];
+    int is_found = find_next(w, r, now, unit, taken);
+    if (is_found)
+        note(r, *unit);
+    return is_found;
+}
+
 /* Fills w->out. */
 static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 {
-    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     s1f_board_clear(&w->board);
     for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
         rank_state *r = &w->ranks[rank];
@@ -144,7 +149,7 @@ static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
         memset(r->ran, 0, (size_t)r->num_units);
     }
     int64_t num_units = s1f_schedule_num_units(plan) / 2 * S1F_SPLIT_PASSES; /* an F and an I, and a W of these */
-    s1f_status status = s1f_run_in_time(&w->board, num_units, w->tolerance, &rules, w, w->out);
+    s1f_status status = s1f_run_in_time(&w->board, num_units, w->tolerance, choose, w, w->out);
     if (status == S1F_ERR_SCHEDULE)
         return s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other under a cap of %lld units", (long long)w->cap);
     return status;

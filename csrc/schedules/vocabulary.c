@@ -9,7 +9,7 @@
 #include <math.h>
 
 /* Passes of shards; first the passes for which other ranks wait. */
-enum { LOSS, STATISTICS, EMBED, EMBED_GRADIENT, NUM_QUEUES };
+enum { LOSS, STATISTICS, EMBED, EMBED_GRADIENT, NUM_QUEUES, ORDER = NUM_QUEUES };
 static const int32_t pass_of[NUM_QUEUES] = {S1F_PASS_LOSS, S1F_PASS_STATISTICS, S1F_PASS_EMBED,
                                             S1F_PASS_EMBED_GRADIENT};
 
@@ -17,8 +17,8 @@ enum { EMBEDDED_AHEAD = 2 }; /* segments whose E may have begun before their F: 
 
 typedef struct {
     s1f_unit *units; /* of the order, Fs ahead */
-    int64_t num_units, next;
-    int64_t next_of[NUM_QUEUES]; /* of the cells of the stage that each follows */
+    int64_t num_units;
+    int64_t next_of[NUM_QUEUES + 1]; /* of the cells of the stage that each follows; of the order: of units */
 } rank_state;
 
 typedef struct {
@@ -68,37 +68,26 @@ static int is_due(const spreading *s, const rank_state *r, int queue)
 
 static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds)
 {
-    const spreading *s = context;
-    const rank_state *r = &s->ranks[rank];
-    for (int queue = 0; queue <= NUM_QUEUES; queue++) {
-        if (queue < NUM_QUEUES && is_due(s, r, queue)) {
+    spreading *s = context;
+    rank_state *r = &s->ranks[rank];
+    for (int queue = 0; queue <= ORDER; queue++) {
+        if (queue < ORDER && is_due(s, r, queue)) {
             *unit = s->cells[queue][r->next_of[queue]];
             unit->pass = pass_of[queue];
             unit->stage = rank;
-        } else if (queue == NUM_QUEUES && r->next < r->num_units) {
-            *unit = r->units[r->next];
+        } else if (queue == ORDER && r->next_of[ORDER] < r->num_units) {
+            *unit = r->units[r->next_of[ORDER]];
         } else {
             continue;
         }
         *seconds = s->pass_seconds[unit->pass][s1f_column_of_all(&s->board.shape, *unit)];
-        if (s1f_board_ready(&s->board, *unit) <= now + s->tolerance)
+        if (s1f_board_ready(&s->board, *unit) <= now + s->tolerance) {
+            r->next_of[queue]++;
+            s->num_first += is_forward(*unit) && unit->stage == 0;
             return 1;
+        }
     }
     return 0;
-}
-
-static void start(void *context, int32_t rank, s1f_unit unit)
-{
-    spreading *s = context;
-    rank_state *r = &s->ranks[rank];
-    int queue = 0;
-    while (queue < NUM_QUEUES && pass_of[queue] != unit.pass)
-        queue++;
-    if (queue < NUM_QUEUES)
-        r->next_of[queue]++;
-    else
-        r->next++;
-    s->num_first += is_forward(unit) && unit.stage == 0;
 }
 
 static s1f_status require_order(const s1f_shape *shape, int what, int64_t ahead)
@@ -159,7 +148,6 @@ static s1f_status create(spreading *s, const s1f_schedule *schedule, uint32_t pa
 
 static s1f_status spread(s1f_transform *t, int what, int64_t ahead, const double *const *pass_seconds)
 {
-    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     s1f_shape shape = t->shape;
     spreading s = {.pass_seconds = pass_seconds, .pool = &t->pool, .num_cells = s1f_num_cells(&shape)};
     uint32_t passes = what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS | 1u << S1F_PASS_LOSS : 0;
@@ -171,7 +159,7 @@ static s1f_status spread(s1f_transform *t, int what, int64_t ahead, const double
     S1F_TRY(s1f_board_create(&shape, s.pool, &s.board));
     S1F_TRY(create(&s, t->schedule, passes, ahead));
     S1F_TRY(require_seconds(&s, num_units));
-    s1f_status status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s, t->out);
+    s1f_status status = s1f_run_in_time(&s.board, num_units, s.tolerance, choose, &s, t->out);
     if (status == S1F_ERR_SCHEDULE && ahead > 0)
         return s1f_fail(
             S1F_ERR_SCHEDULE,
