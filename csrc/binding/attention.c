@@ -11,15 +11,10 @@
 S1F_METHOD(s1f_status, bind_torch, s1f_path, path)
 {
     static bool is_done; /* the GIL is its lock */
-    s1f_status status = is_done ? S1F_OK : s1f_torch_bind(path.text);
-    if (status == S1F_OK && !is_done)
-        status = s1f_ops_register();
-    if (status == S1F_OK) {
-        is_done = true;
-        return S1F_OK;
-    }
-    PyErr_SetString(PyExc_ImportError, s1f_last_error());
-    return S1F_ERR_PYTHON;
+    is_done = is_done || (s1f_torch_bind(path.text) == S1F_OK && s1f_ops_register() == S1F_OK);
+    if (!is_done)
+        PyErr_SetString(PyExc_ImportError, s1f_last_error());
+    return is_done ? S1F_OK : S1F_ERR_PYTHON;
 }
 
 S1F_METHOD(PyObject *, take_op_failure)

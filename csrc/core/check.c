@@ -13,6 +13,7 @@ typedef struct {
     int shows_stages;
     s1f_lifetime_table lifetimes;
     s1f_pool pool;                        /* of all arrays */
+    s1f_walk walk;                        /* of all ranks, in search of a cycle */
     int64_t num_cells;                    /* of all stages */
     int64_t *number_of[S1F_MAX_PRODUCTS]; /* [cell of all stages]: 1 + position, in the order of its rank, of the unit
                                              that makes the product; 0: absent */
@@ -183,45 +184,40 @@ static s1f_status check_program_order(const table *t)
 
 /* -- cycles -------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    const table *t;
-    s1f_walk walk;
-} order_walk;
-
 /* The cell at the source of an edge whose result a unit waits for. */
-static s1f_unit awaited_cell(const order_walk *w, s1f_unit unit, int32_t edge)
+static s1f_unit awaited_cell(const table *t, s1f_unit unit, int32_t edge)
 {
-    unit.stage = w->walk.edges->edges[edge].source_stage;
+    unit.stage = t->walk.edges->edges[edge].source_stage;
     return unit;
 }
 
 static int has_run(void *context, const s1f_stand *at, int32_t edge)
 {
-    const order_walk *w = context;
-    const s1f_edge *e = &w->walk.edges->edges[edge];
-    int64_t num_units, number = w->t->number_of[e->product][cell(w->t, awaited_cell(w, *at->unit, edge))];
-    const s1f_unit *units = s1f_schedule_units(w->t->schedule, e->source_rank, &num_units);
-    return number <= w->walk.ranks[e->source_rank].next - units;
+    const table *t = context;
+    const s1f_edge *e = &t->walk.edges->edges[edge];
+    int64_t num_units, number = t->number_of[e->product][cell(t, awaited_cell(t, *at->unit, edge))];
+    const s1f_unit *units = s1f_schedule_units(t->schedule, e->source_rank, &num_units);
+    return number <= t->walk.ranks[e->source_rank].next - units;
 }
 
 static const s1f_walk_rules order_rules = {.has_come = has_run};
 
 /* Whoever follows who waits for whom, from any rank that got stuck, ends in a cycle: names it. */
-static s1f_status fail_cycle(const order_walk *w, int32_t rank)
+static s1f_status fail_cycle(const table *t, int32_t rank)
 {
-    for (int32_t step = 0; step < w->walk.shape.num_ranks; step++)
-        rank = s1f_walk_peer(&w->walk, rank);
+    for (int32_t step = 0; step < t->walk.shape.num_ranks; step++)
+        rank = s1f_walk_peer(&t->walk, rank);
     char cycle[CYCLE_TEXT_BYTES];
     size_t used = 0;
     int32_t first = rank;
     do {
-        int32_t edge = w->walk.ranks[rank].waits_for, peer = s1f_walk_peer(&w->walk, rank);
-        s1f_product product = (s1f_product)w->walk.edges->edges[edge].product;
-        s1f_unit unit = *w->walk.ranks[rank].next;
-        s1f_unit awaited = maker_of(w->t, product, awaited_cell(w, unit, edge));
+        int32_t edge = t->walk.ranks[rank].waits_for, peer = s1f_walk_peer(&t->walk, rank);
+        s1f_product product = (s1f_product)t->walk.edges->edges[edge].product;
+        s1f_unit unit = *t->walk.ranks[rank].next;
+        s1f_unit awaited = maker_of(t, product, awaited_cell(t, unit, edge));
         used += (size_t)snprintf(cycle + used, sizeof cycle - used,
                                  "%srank %d stands before %s and waits for %s of rank %d", used == 0 ? "" : "; ", rank,
-                                 name_of(w->t, unit).text, name_of(w->t, awaited).text, peer);
+                                 name_of(t, unit).text, name_of(t, awaited).text, peer);
         if (used + LINK_TEXT_BYTES > sizeof cycle) {
             snprintf(cycle + used, sizeof cycle - used, "; and so on round to rank %d", first);
             break;
@@ -235,14 +231,13 @@ static s1f_status fail_cycle(const order_walk *w, int32_t rank)
 static s1f_status check_no_cycle(table *t)
 {
     s1f_edges *edges = NULL;
-    order_walk w = {.t = t};
     S1F_TRY(s1f_edges_create(&t->shape, &t->pool, &edges));
-    S1F_TRY(s1f_walk_create(t->schedule, &t->shape, edges, &t->pool, &w.walk));
-    while (w.walk.num_ready > 0)
-        s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], order_rules, &w);
+    S1F_TRY(s1f_walk_create(t->schedule, &t->shape, edges, &t->pool, &t->walk));
+    while (t->walk.num_ready > 0)
+        s1f_walk_go(&t->walk, t->walk.ready[--t->walk.num_ready], order_rules, t);
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
-        if (!s1f_walk_has_ended(&w.walk, rank))
-            return fail_cycle(&w, rank);
+        if (!s1f_walk_has_ended(&t->walk, rank))
+            return fail_cycle(t, rank);
     return S1F_OK;
 }
 
