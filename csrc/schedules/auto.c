@@ -193,10 +193,9 @@ static const char *broken_rule(const s1f_request *request)
     static _Thread_local char text[RULE_TEXT_BYTES];
     int32_t rank;
     int64_t least;
-    int64_t cells = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
     if (request->num_cells * request->num_ranks * request->stages_per_rank > MOST_UNITS / S1F_SPLIT_PASSES)
         return "3 P v M k <= 2^22";
-    if (request->options.cap != 0 && request->options.cap < cells / request->num_ranks)
+    if (request->options.cap != 0 && request->options.cap < (int64_t)request->stages_per_rank * request->num_segments)
         return "cap >= v k";
     if (may_place(request, S1F_PLACEMENT_V) || may_place(request, S1F_PLACEMENT_LOOP))
         return NULL;
