@@ -229,11 +229,14 @@ def compare(
             fitting.append(row)
     if not fitting:
         least = min(rows, key=lambda row: row.peak_microbatches if cap_bytes is None else row.peak_bytes or 0)
-        of_cap, held, advice = "", f"{least.peak_microbatches:.2f} micro-batches", ""
-        if cap_bytes is not None:
-            of_cap, held = f" of {_bytes(cap_bytes)}", _bytes(least.peak_bytes or 0)
-            advice = "; more segments, more ranks, higher degrees or more recomputation (--inside full) need less"
-        raise ValueError(f"no family fits the cap{of_cap}; the least possible is {held}, of {least.family}{advice}")
+        if cap_bytes is None:
+            held = f"{least.peak_microbatches:.2f} micro-batches, of {least.family}"
+            raise ValueError(f"no family fits the cap; the least possible is {held}")
+        raise ValueError(
+            f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes or 0)}, "
+            f"of {least.family}. More segments, more ranks, a higher tensor or context degree, or more "
+            "recomputation (--inside full) need less"
+        )
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     return Comparison(tuple(fitting), refused, None if hardware is None else (hardware.name, hardware.memory))
 
