@@ -134,7 +134,13 @@ class Meeting:
         self.attempt = self._round = 0
         self._arrival_s = self._timeout_s = _ANSWER
         self._is_over = False  # whether all ranks hear of the end, or no rank can be told
-        self.worker = Worker(f"seq1f1b the launcher's store{self.store.place}")
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(f"seq1f1b the launcher's store{self.store.place}")
+        return self._worker
 
     def begin(self, arrival_s: float, timeout_s: float) -> None:
         """Comes to the newest attempt of all ranks, at least the rank's next one.
@@ -218,7 +224,8 @@ class Meeting:
             raise error_of(self.rank if is_launchers else 0, text) from error
 
     def close(self) -> None:
-        self.worker.close(1.0)
+        if self._worker is not None:
+            self._worker.close(1.0)
 
     # -- in the store's thread
 
