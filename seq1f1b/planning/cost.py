@@ -63,7 +63,7 @@ class CostModel:
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
-        self.parts = hardware.parts(model, hardware, self.layout, self.layers, num_ranks)
+        self.parts = hardware._parts(model, hardware, self.layout, self.layers, num_ranks)
         self.source: ByParts | MeasuredUnits = self.parts
 
     @classmethod
@@ -82,7 +82,7 @@ class CostModel:
         other = copy.copy(self)
         other.__dict__.pop("_piece_seconds", None)  # of this machine
         other.hardware = hardware
-        other.source = other.parts = hardware.parts(self.model, hardware, self.layout, self.layers, self.num_ranks)
+        other.source = other.parts = hardware._parts(self.model, hardware, self.layout, self.layers, self.num_ranks)
         return other
 
     def measured(self, terms: Terms) -> CostModel:

@@ -122,7 +122,7 @@ class Hardware:
     """The origin of the seconds, in words."""
     insides: ClassVar[tuple[str, ...]] = INSIDE
     """The kinds of ``Layout(inside=)`` that it has seconds of."""
-    parts: ClassVar[type[ByParts]] = ByParts
+    _parts: ClassVar[type[ByParts]] = ByParts
     """The source of the seconds and bytes of a model on such a machine."""
 
 
@@ -150,7 +150,7 @@ class ProfiledHardware(Hardware):
 
     rates: ClassVar[str] = "measured units"
     insides: ClassVar[tuple[str, ...]] = ("none",)  # a profile measures stages without recomputation
-    parts: ClassVar[type[ByParts]] = ByProfile
+    _parts: ClassVar[type[ByParts]] = ByProfile
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
