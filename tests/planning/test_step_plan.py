@@ -126,6 +126,8 @@ def test_replicas_get_equal_work() -> None:
         assert max(work) < 1.05 * min(work)
     with pytest.raises(ValueError, match="2 documents are too few for 3 replicas"):
         share_documents([4, 5], 3, cost)
+    with pytest.raises(ValueError, match="num_replicas is 0, must be at least 1"):
+        share_documents([4, 5], 0, cost)
 
 
 def step_with(plans: list[Any]) -> None:
