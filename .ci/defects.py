@@ -66,6 +66,8 @@ ROOMS = {
     "seq1f1b/planning": ("tests/planning", "tests/planning", ""),
     "seq1f1b/view": ("tests/view", "tests/view", ""),
     "seq1f1b/cli": ("tests/front", "tests/front/test_command_line.py", ""),
+    "seq1f1b/data.py": ("tests/planning", "tests/planning/test_documents.py", ""),
+    "seq1f1b/launcher.py": ("tests/transport", "tests/transport/test_launch.py", ""),
     "seq1f1b": ("tests", "tests/core tests/model tests/view tests/checks tests/front", ""),
 }
 
