@@ -25,6 +25,7 @@ pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
 from seq1f1b.transformers import Trainer, load_pretrained  # noqa: E402
+from seq1f1b.transformers.trainer_batch import make_batch  # noqa: E402
 from seq1f1b.transformers.trainer_replicas import Replicas  # noqa: E402
 
 SEGMENTS = 4
@@ -642,3 +643,10 @@ def test_a_model_without_memory_gets_its_stage_s_only_and_model_init_works(tmp_p
     stage = second.model
     assert second.train().global_step == 2
     assert second.model is not stage and second.engine.modules()[0] is second.model
+
+
+def test_a_row_that_pads_a_batch_of_packed_documents_is_one_document() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    made = make_batch({"input_ids": torch.ones_like(positions), "position_ids": positions}, 2, num_segments=8)
+    assert made.tokens.shape == (2, 8) and made.doc_ids is not None
+    assert made.doc_ids.tolist() == [[0, 0, 0, 3, 3, 3, 3, 3], [0] * 8]
