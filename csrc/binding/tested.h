@@ -21,7 +21,6 @@
     X(s1f_kv_cache_begin_unit)                                                                                         \
     X(s1f_kv_cache_finish_unit)                                                                                        \
     X(s1f_current_unit_set_thread)                                                                                     \
-    X(s1f_current_unit_set_process)                                                                                    \
     X(s1f_attention_set_isa)
 #define S1F_TESTED_MEMBER(function) __typeof__(function) *function;
 typedef struct {

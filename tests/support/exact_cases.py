@@ -113,7 +113,7 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
-    """Of a step under these options of ``auto``, with a place for every message."""
+    """Returns the makespan of a step under these options of ``auto``, with a place for every message."""
     forward, inputs, weight = options.get("costs", (1, 1, 1))
     if isinstance(forward, list):
         backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]

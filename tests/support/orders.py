@@ -18,7 +18,7 @@ def small_schedule(name: str, P: int, M: int, k: int | tuple[int, ...]) -> Sched
 
 
 def small_schedules(name: str, *columns: Iterable[int]) -> Iterator[Schedule]:
-    """Of all these P, M and k."""
+    """Yields the schedules of all these P, M and k."""
     return filter(None, (small_schedule(name, *counts) for counts in itertools.product(*columns)))
 
 

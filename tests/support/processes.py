@@ -118,7 +118,7 @@ def give_back_what_is_freed() -> None:
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Of this process, now or at its peak."""
+    """Returns the resident bytes of this process, now or at its peak."""
     field = "VmHWM:" if peak else "VmRSS:"
     with open("/proc/self/status", encoding="ascii") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
