@@ -9,6 +9,7 @@ typedef struct {
     s1f_lifetime_table table;
     s1f_byte_tables bytes;
     unsigned char *kinds;
+    unsigned char *stays;              /* [cell of all stages] whether it must not move: it came back to a full rank */
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
     int64_t *queue;                    /* cells that could give up, in the order of their backwards */
     int64_t num_queued, held;
@@ -90,7 +91,8 @@ static int ask(walker *w, int32_t rank, int64_t cell, int64_t i, s1f_cell_kind k
     int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind), moved = 0;
     if (kind == S1F_CELL_MOVED) {
         /* O stands behind F, A one unit later, L one unit before the backward: between these it is away. */
-        if (i < w->forward_at[cell] + 2 || i + 1 >= w->backward_at[cell] || (w->fit->recomputes && !hides(w, cell)))
+        if (w->stays[cell] || i < w->forward_at[cell] + 2 || i + 1 >= w->backward_at[cell] ||
+            (w->fit->recomputes && !hides(w, cell)))
             return 0;
         moved = freed_by(w, unit, S1F_PASS_AWAY, kind);
         if (!tier_takes(w, rank, cell, i, moved))
@@ -124,12 +126,14 @@ static void make_room_by(walker *w, int32_t rank, int64_t i, s1f_cell_kind kind)
         push(w, *waiting++);
 }
 
-static void make_room(walker *w, int32_t rank, int64_t i)
+/* Returns whether the rank still holds more than its room. */
+static int make_room(walker *w, int32_t rank, int64_t i)
 {
     if (w->fit->moves)
         make_room_by(w, rank, i, S1F_CELL_MOVED);
     if (w->fit->recomputes)
         make_room_by(w, rank, i, S1F_CELL_RECOMPUTED);
+    return w->held > w->fit->room[rank];
 }
 
 /* Whether unit i of the rank is the pass of its cell that `at` says, and the cell of this kind. */
@@ -139,28 +143,41 @@ static int is_one_of(const walker *w, s1f_unit unit, int64_t i, const int64_t *a
     return at[cell] == i && w->kinds[cell] == kind;
 }
 
-static void walk(walker *w, int32_t rank)
+/* Walks the order of a rank with so many bytes of receive places. Returns how many units came back from the tier to the
+ * full rank: these must not move in the next walk, which may recompute them. */
+static int64_t walk(walker *w, int32_t rank, int64_t receive)
 {
     const s1f_unit *units = w->program->ranks[rank].units;
-    int64_t num_units = w->program->ranks[rank].num_units;
+    int64_t num_units = w->program->ranks[rank].num_units, num_staying = 0;
+    memset(w->away, 0, (size_t)num_units * sizeof *w->away);
+    w->held = receive;
     w->num_queued = 0;
     w->tier_busy = 0;
     for (int64_t i = 0; i < num_units; i++) {
-        if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
+        int64_t cell = cell_of(w, units[i]);
+        if (w->forward_at[cell] == i)
+            w->kinds[cell] = S1F_CELL_KEPT;
+        int is_full = 0, comes = i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED);
+        if (comes)
             take(w, units[i + 1], S1F_PASS_LOAD);
         if (is_one_of(w, units[i], i, w->backward_at, S1F_CELL_RECOMPUTED)) {
             take(w, units[i], S1F_PASS_RECOMPUTE);
-            make_room(w, rank, i);
+            is_full = make_room(w, rank, i);
             give_back(w, units[i], S1F_PASS_RECOMPUTE);
         }
         take(w, units[i], (s1f_pass)units[i].pass);
         if (is_one_of(w, units[i], i, w->forward_at, S1F_CELL_KEPT))
-            push(w, cell_of(w, units[i]));
-        make_room(w, rank, i);
+            push(w, cell);
+        is_full |= make_room(w, rank, i);
+        if (is_full && comes && w->fit->recomputes) {
+            w->stays[cell_of(w, units[i + 1])] = 1;
+            num_staying++;
+        }
         give_back(w, units[i], (s1f_pass)units[i].pass);
         if (i > 0 && is_one_of(w, units[i - 1], i - 1, w->forward_at, S1F_CELL_MOVED))
             give_back(w, units[i - 1], S1F_PASS_AWAY);
     }
+    return num_staying;
 }
 
 static void find_passes(const walker *w)
@@ -183,6 +200,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
     s1f_pool pool = {0};
     s1f_memory_peak *receive = s1f_pool_take(&pool, (size_t)shape->num_ranks, sizeof *receive);
     w.queue = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.queue);
+    w.stays = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.stays);
     w.forward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.forward_at);
     w.backward_at = s1f_pool_take(&pool, (size_t)num_cells, sizeof *w.backward_at);
     w.away = s1f_pool_take(&pool, (size_t)s1f_program_num_units(program), sizeof *w.away);
@@ -198,8 +216,8 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         find_passes(&w);
     }
     for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
-        w.held = receive[rank].receive;
-        walk(&w, rank);
+        while (walk(&w, rank, receive[rank].receive) > 0)
+            ;
         w.away += program->ranks[rank].num_units;
         w.start += w.start == NULL ? 0 : program->ranks[rank].num_units;
     }

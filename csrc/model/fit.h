@@ -12,7 +12,8 @@ typedef struct {
     const s1f_memory_bytes *bytes;
     const int64_t *room;      /* [rank] most bytes of all holdings (memory.h) */
     const int64_t *tier_room; /* [rank] bytes of moved units that its tier holds at once; NULL: any number */
-    /* What units may do. With both a unit moves where that hides, and is recomputed elsewhere; for this alone: */
+    /* What units may do. With both a unit moves where that hides and the rank has room as it comes back, and is
+     * recomputed elsewhere; for this alone: */
     int32_t recomputes, moves;
     const double *start;        /* seconds of all units, of a rank after those of the rank before, as the order is */
     const double *tier_seconds; /* [stage][column] seconds, one way */

@@ -23,7 +23,8 @@ __all__ = ["BuiltOrder", "Candidate", "Length", "Orders", "Rated", "group_length
 _MOST_LENGTHS = 8  # groups of lengths; sequences are padded to the longest of a group
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 _CAP_TRIES = 4  # orders tried for one cap
-_TIER_PARTS = (1.0, 0.9, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
+_TIER_PARTS = (1.0, 1.0, 1.0, 0.75, 0.5, 0.0)  # shares of the host memory, tried until an order fits
+_NEAR_CAP = 1.05  # an order above so many caps is not tried again
 _LEVELS = (1.0, 2.0, 4.0, 0.5)  # caps of orders with remedies are 1 + level (P - 1) / k micro-batches
 
 
@@ -206,22 +207,26 @@ class Orders(NamedTuple):
         return best()[1]
 
     def fit(self, made: BuiltOrder) -> BuiltOrder:
-        """Returns the order with units that recompute or move until every rank fits in the cap, or no unit is left.
+        """Returns the order with units that recompute or move until every rank fits in the cap, or no unit is left;
+        without remedies the order as it is.
 
-        The machine's host memory limits moves. Smaller shares of the host memory are tried if a rank could not hold the
-        bytes that come back.
+        The machine's host memory limits moves. Moves may need more receive places: then units are chosen again for less
+        room on the ranks above the cap, and at last for smaller shares of the host memory.
         """
+        if not self.remedies:
+            return made
         price, schedule = self.prices[-1], made.schedule
         hw = price.cost.hardware
         memory, costs = price.memory(schedule.rank_of_stage), price.costs(schedule, moves="offload" in self.remedies)
-        held = schedule.peak_memory(memory, costs).total
-        left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
-        room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
         # Bytes of pinned host memory for each device of a full node; 0 if the tier is not host memory.
         tier, parts = hw.host_memory / hw.node_size, _TIER_PARTS[: 1 if len(self.remedies) == 1 else None]
-        for share in [int(part * tier) for part in parts] if tier else [None]:
-            made = self.with_bytes(schedule.fit(memory, room, self.remedies, costs, share), made.options)
-            if made.peak <= self.cap:
+        room, most = schedule.peak_memory(memory, costs).total, math.inf
+        for part in parts:
+            left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
+            room, most = [max(0, x + min(y, most)) for x, y in zip(room, left, strict=True)], 0
+            fitted = schedule.fit(memory, room, self.remedies, costs, int(part * tier) if tier else None)
+            made = self.with_bytes(fitted, made.options)
+            if not self.cap < made.peak < _NEAR_CAP * self.cap:
                 break
         return made
 

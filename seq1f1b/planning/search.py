@@ -331,15 +331,13 @@ class _Search:
             choices = [orders.with_remedies(known.made)]
         else:
             made = self._made(candidate._replace(remedies=()), self.is_quick)
-            choices = [made]
-            if made.peak > self.cap:
+            if candidate.remedies and made.peak <= self.cap:
+                return None
+            choices = [orders.fit(made)]
+            if choices[0].peak > self.cap:
                 schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
                 if schedule.places != made.schedule.places:
-                    choices.append(orders.with_bytes(schedule, made.options))
-            if candidate.remedies:
-                if made.peak <= self.cap:
-                    return None
-                choices = list(map(orders.fit, choices))
+                    choices.append(orders.fit(orders.with_bytes(schedule, made.options)))
         tried = [replace(known, made=made, least=made.peak if made.peak > self.cap else 0) for made in choices]
         for found, made in zip(tried, choices, strict=True):
             if found.least:

@@ -14,7 +14,7 @@ from seq1f1b import LoopbackGroup, Memory, ModelShape, PipelineEngine
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.hardware import load_hardware
+from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
 from seq1f1b.table import rounded
@@ -245,6 +245,29 @@ def test_units_give_up_what_they_saved_where_an_order_would_not_fit():
     with pytest.raises(ValueError, match=r"nothing fits in .* the least possible is .*recompute by units") as error:
         find(machine, **some, memory=1 << 20)
     assert 0 < least_of(error.value) < cap / 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host, most", [(1e12, 4090), (2e12, 3940), (3e12, 3790), (4e12, 3640)])
+def test_as_much_moves_as_the_host_memory_takes(host, most):
+    """Seconds on the line between none (4240) and all units (3570 with 5e12 bytes) that move, or less; a rank moves at
+    most as many as its share of a node takes, though moves need receive places of their own."""
+    machine = replace(load_hardware("h100"), host_memory=host)
+    some = {"names": ["seq1f1b-interleaved"], "segments": [256], "stages_per_rank": [2], "inside": ["none"], "best": 1}
+    counts = {"seq_len": 1 << 20, "num_ranks": 8, "num_microbatches": 16, "layout": Layout(tensor=8)}
+    model, remedies = load_model("llama3-70b"), ("recompute", "offload")
+    (plan,) = search_plans(model, machine, **counts, **some, remedies=remedies).plans
+    assert plan.seconds < most and max(plan.peak) <= plan.cap
+    units = CostModel(model, machine, num_ranks=8, stages_per_rank=2, seq_len=1 << 20, layout=plan.layout)
+    order = plan.build()
+    held = units.price(plan.segment_sizes).memory(order.rank_of_stage).activations
+    for rank, own in enumerate(order.ranks):
+        moved, tier, fullest = {unit[1:] for unit in own if unit.kind == "O"}, 0, 0
+        for unit in own:
+            size = held[unit.stage, unit.segment] * (unit[1:] in moved)
+            tier += size * ((unit.kind == "O") - (unit.kind in "BI"))
+            fullest = max(fullest, tier)
+        assert 0.3 * host / 8 < fullest <= host / 8, rank
 
 
 def least_of(error):
