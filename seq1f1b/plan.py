@@ -39,7 +39,7 @@ class Layout:
             both, by :class:`seq1f1b.VocabularyParallelHead` and its embedding.
         lora: rank of the low-rank adapters (arXiv:2106.09685) beside the matrices of layers, which alone are trained;
             matrices of experts have none. 0: no adapters. On a CPU, by a profile of adapters of rank 8, memory was 0.9
-            to 1.03 of the plan, and steps took 1.0 to 1.3 of the time (``benchmarks/results/caps-lora8.txt``).
+            to 1.03 of the plan, and steps took 0.97 to 1.3 of the time (``benchmarks/results/caps-lora8.txt``).
         frozen: whether no weight of the shape is trained; with adapters none is.
         weight_bits: bits of a frozen weight, 4, 8 or 16; products read it in the dtype of activations. None: as
             activations.
