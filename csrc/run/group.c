@@ -145,7 +145,7 @@ void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, in
     if (__builtin_sub_overflow(s1f_now_ns(), age_ns, &time_ns))
         time_ns = 0; /* as if the rank had never reported */
     write_row(&group->rows[rank], what, time_ns);
-    int32_t peer = waiting_for >= 0 && waiting_for < group->num_ranks ? waiting_for + 1 : 0;
+    int32_t peer = waiting_for < group->num_ranks ? waiting_for + 1 : 0; /* whoever reads it checks it */
     atomic_store_explicit(&group->rows[rank].waiting_for, peer, memory_order_relaxed);
 }
 

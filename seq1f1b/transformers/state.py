@@ -68,7 +68,7 @@ class States:
     def __init__(self, before: Callable[[int], Tensor | None]) -> None:
         self.before = before
         self.after: dict[int, Tensor] = {}
-        self.asked = 0  # key of the recurrent state last requested by the mixer
+        self.asked: int  # key of the recurrent state last requested by the mixer, which asks before it scans
         self._heads = count()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:

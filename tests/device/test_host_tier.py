@@ -305,4 +305,8 @@ def test_what_all_loads_need_is_refused_at_the_first(tier: HostTime, monkeypatch
     with pytest.raises(MemoryError, match="needs 83902464 bytes of pinned host memory more"):
         move(tier, 0, bytes_of((20 << 20) + 1), out=True)
     assert stand_in().count("cuMemHostAlloc") == 0
+    tier.begin_step(4)
+    for number in range(4):  # loads that fit, of which the later ones begin behind others
+        move(tier, number, bytes_of(20 << 20), out=True)
+        tier.wait(number)
     tier.reset()

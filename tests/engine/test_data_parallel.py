@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -261,6 +262,22 @@ def unused(rank: int, world: int) -> None:
         PipelineEngine(DistributedDataParallel(Gated(), static_graph=True), num_microbatches=1, group=group)
 
 
+def freed(rank: int, world: int) -> None:
+    """Until its backward, only the unit that reduces holds its output: those of all would be as large as logits are."""
+    outputs: list[Any] = []
+    alive: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        alive.append(sum(each() is not None for each in outputs))
+        outputs.append(weakref.ref(output))
+        return output.sum()  # whose backward does not need the output
+
+    module, x = DistributedDataParallel(nn.Linear(4, 4)), torch.randn(4, 6, 4)
+    options = {"schedule": "gpipe", "num_microbatches": 4, "group": alone(rank, world)}
+    PipelineEngine(module, loss_fn=loss_fn, **options).step(x, target=x)
+    assert len(alive) == 4 and max(alive) <= 1, alive
+
+
 def hooks(rank: int, world: int) -> None:
     """What tells DDP of gradients that are there calls no hook on a parameter."""
     x = torch.arange(48.0, dtype=torch.float64).view(2, 6, 4)
@@ -343,7 +360,7 @@ def refused(rank: int, world: int) -> None:
 
 
 def every_question(rank: int, world: int) -> None:
-    for question in (global_count, unused, hooks, mixed_precision, parts, refused):
+    for question in (global_count, unused, freed, hooks, mixed_precision, parts, refused):
         question(rank, world)
 
 

@@ -194,3 +194,15 @@ def test_a_gradient_that_is_there_stays_the_same_tensor():
         engine.step(x, target=x)
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), once)
     assert once.any()
+
+
+def test_only_the_first_step_of_a_shape_counts_what_graphs_save():
+    """The hooks that count cost time in every product, so later steps run without them."""
+    hooked = []
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(lambda *_: hooked.append(torch._C._autograd._top_saved_tensors_default_hooks(True)))
+    engine = PipelineEngine(model, num_microbatches=1, loss_fn=nn.functional.mse_loss)
+    for length in (6, 6, 3, 3):
+        x = torch.randn(1, length, 4)
+        engine.step(x, target=x)
+    assert [bool(each) for each in hooked] == [True, False, True, False]

@@ -211,6 +211,11 @@ def test_a_prompt_and_its_answers() -> None:
     assert target["advantages"].tolist() == [0, 0, 1, 1, 1, -2]
     assert trees.rows([torch.arange(6)], fill=-1).tolist() == [[-1, 0, 1, 2, 3], [-1, 0, 1, 2, 4], [-1, 0, 1, 5, -1]]
     assert not trees.told_apart and trees.tree_token_ratio == 11 / 6
+    row = [5, 6, 7, 1, 2, 3]  # two rows of it, behind a branch: the first value that differs ends what they share
+    twice = torch.tensor([row, row, [5, 6, 8, 8, 8, 8]])
+    first, later = (torch.tensor([[0.0] * 6, [0.0] * at + [1.0] * (6 - at), [0.0] * 6]) for at in (4, 5))
+    for values in ({"a": first, "b": later}, {"a": later, "b": first}):
+        assert PrefixTrees(twice, min_shared=1, **values).shapes == (TreeShape((1, 2, 2, 2, 4), (-1, 0, 1, 1, 0)),)
     unmasked = PrefixTrees(ids, min_shared=1, attention_mask=attention, advantages=advantages)
     assert [shape.parents for shape in unmasked.shapes] == [(-1, 0, 0), (-1,)]
     assert re.search("1 branches begin where .* advantages differs, the first at token 1 of rows", unmasked.told_apart)

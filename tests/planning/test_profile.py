@@ -173,7 +173,7 @@ def test_a_real_stage_is_measured_and_its_tier(tmp_path):
     assert len(measured.tier) == len(measured.moving) == 2
     for rate, rates in zip((made.tier_out, made.tier_in), zip(*measured.tier, strict=True), strict=True):
         assert 0 < min(rates) <= rate <= max(rates)
-    assert made.move_out >= 0 and made.move_in >= 0
+    assert made.move_out >= 0 and made.move_in >= 0 and "GB/s and gives back" in made.to_text()
     assert Profile.from_json(made.to_json()) == made and not any(tmp_path.iterdir())
 
 
