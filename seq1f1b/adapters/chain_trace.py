@@ -59,7 +59,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
         raise RefusedCode(
             f"{whose} cannot be traced: {type(error).__name__}: {error}. Leave asserts out, write the names out as in "
             "a, b = value, and move what depends on values or sizes, assigns to a part of a tensor, or takes anything "
-            "but tensors (as torch.utils.checkpoint does), into a module of its own"
+            "but tensors, into a module of its own"
         ) from error
     finally:
         put_back(before)
@@ -148,7 +148,9 @@ class Tracer(fx.Tracer):
         return module not in self._inside
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a node; raises RefusedCode for a draw that each segment would repeat."""
+        """Adds a node; raises RefusedCode for a draw that each segment would repeat, and for a checkpoint."""
+        if target is checkpoint:
+            raise self.refuse("it calls torch.utils.checkpoint: call the modules, and give Memory(recompute=...)")
         name = target if kind == "call_method" else getattr(target, "__name__", "")
         if name.rstrip("_") in _DRAWS or (name.startswith("rand") and not name.endswith("_like")):
             raise self.refuse(

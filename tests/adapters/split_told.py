@@ -145,7 +145,7 @@ def autocast_asked(self: Any, tokens: Tensor) -> Tensor:
 NUMBERS = "draws random numbers in Python, once for all calls"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "decorated": (lambda: model_of(decorated), VALUES),
-    "checkpoint": (lambda: model_of(checkpointed), "NotImplementedError: .* as torch.utils.checkpoint does"),
+    "checkpoint": (lambda: model_of(checkpointed), r"calls torch.utils.checkpoint: .*Memory\(recompute="),
     "autograd.Function": (
         lambda: model_of(lambda self, tokens: Trebled.apply(whole(self, tokens))),
         rf"{VALUES}.*: the gradient of \S+ is off by",
