@@ -80,6 +80,9 @@ class Schedule:
         counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
         self.rank_of_stage = tuple(of_stages)
+        # Index of each micro-batch's first segment among all segments; the last entry is the number of segments.
+        M, k = self.num_microbatches, self.num_segments
+        self._first_cells: Sequence[int] = tuple(bounds) or range(0, M * k + 1, k)
         rows = tuple(b - a for a, b in pairwise(bounds))
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
@@ -157,11 +160,6 @@ class Schedule:
     def segments_of(self) -> tuple[int, ...]:
         """Number of segments of every micro-batch, also in an order without ``rows``."""
         return self.rows or (self.num_segments,) * self.num_microbatches
-
-    @property
-    def _first_cells(self) -> tuple[int, ...]:
-        """Index of each micro-batch's first segment among all segments; the last entry is the number of segments."""
-        return tuple(accumulate(self.segments_of, initial=0))
 
     @cached_property
     def kinds(self) -> frozenset[str]:
