@@ -258,7 +258,7 @@ class _Search:
         way_up = backward
         if splits:  # an order may split some backwards and run others whole
             backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
-        optimizer, M = np.array(price.cost.optimizer_seconds()), self.num_microbatches
+        optimizer, M = np.array(price.cost.parts.optimizer_seconds), self.num_microbatches
         down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
         shards = sum(table[0].sum() for table in price.shard_seconds.values())  # of a rank, in one micro-batch
         mean = (down.sum() + back.sum() + optimizer.sum()) / self.num_ranks + M * shards
@@ -349,7 +349,7 @@ class _Search:
             # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
             found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
             found.seconds = orders.mean(found.periods)
-            optimizer = [sum(price.cost.optimizer_seconds()) for price in orders.prices]
+            optimizer = [sum(price.cost.parts.optimizer_seconds) for price in orders.prices]
             work = [sum(run.busy) + seconds for run, seconds in zip(runs, optimizer, strict=True)]
             found.bubble = 1 - orders.mean(work) / self.num_ranks / found.seconds
             found.sort_key = round(math.log(found.seconds) / LEAST_GAIN), made.peak
