@@ -120,8 +120,7 @@ def search_plans(
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
     of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
-    search = _Search(model, hardware, *of_step, best, within, progress)
-    balances = search.balances()  # raises unless model, layout and lengths are sound
+    search = _Search(model, hardware, *of_step, best, within, progress)  # raises for an unsound model, layout or length
     shortest = grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
@@ -130,9 +129,18 @@ def search_plans(
         raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     # Without names, all families but auto, which comes last, and _OTHERS.
     tries = families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")]
+    for remedy in remedies:
+        if remedy not in REMEDIES:
+            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
+    if "offload" in remedies and not hardware.tier_bandwidth:
+        raise ValueError(
+            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
+        )
     insides = hardware.insides if inside is None else inside
     ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in insides]
-    ways += [("none", each) for each in _wanted_remedies(remedies, hardware) if "none" in insides]
+    if "none" in insides:  # each remedy alone, and both together
+        ways += [("none", (remedy,)) for remedy in REMEDIES if remedy in remedies]
+        ways += [("none", REMEDIES)] * (len(set(remedies)) > 1)
 
     def candidates(counts: Sequence[int]) -> list[Candidate]:
         """Returns all wanted candidates with the given numbers of segments."""
@@ -141,7 +149,7 @@ def search_plans(
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
             if names or (k == 1) != family.has_segments
             for kind, way in ways
-            for balance in balances
+            for balance in search.balances
         ]
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
@@ -168,19 +176,6 @@ def search_plans(
         search.num_simulated,
         hardware,
     )
-
-
-def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Returns the sets of remedies to try: each remedy alone, and both together."""
-    for remedy in remedies:
-        if remedy not in REMEDIES:
-            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
-    if "offload" in remedies and not hardware.tier_bandwidth:
-        raise ValueError(
-            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
-        )
-    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
-    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
 @dataclass(eq=False)
@@ -214,18 +209,15 @@ class _Search:
             lambda candidate, is_quick: self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
         )
         self.longest = self.lengths[-1].seq_len
-
-    # -- prices and bounds
-
-    def balances(self) -> tuple[int, ...]:
-        """Returns values of ``Candidate.balance`` to try: the longest sequence, the length on which a run spends most
-        of its time, and 0."""
-        seconds = []
+        seconds = []  # of all layers, of a run's steps of each length
         for each in self.lengths:
             cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, each.seq_len)
             whole, counts = cost.span(0, cost.seq_len), cost.parts.counts.sum(0).tolist()
             seconds.append(each.share * sum(n * cost.parts.layer(whole, kind).total for kind, n in enumerate(counts)))
-        return tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
+        # Values of Candidate.balance to try: the longest sequence, the length that takes most of a run's time, and 0.
+        self.balances = tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
+
+    # -- prices and bounds
 
     def _rule(self, family: Family, v: int, k: int) -> str | None:
         """Returns the rule of the family, or of the model's layers, broken by the counts; None if no rule is broken."""
