@@ -22,7 +22,7 @@ from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import BuiltOrder, Candidate, Length, Orders, Rated, group_lengths
 from seq1f1b.planning.result import GIB, PlanSearch, Uncertain
-from seq1f1b.schedule import Family, families
+from seq1f1b.schedule import families
 from seq1f1b.seconds import Span
 from seq1f1b.table import rounded
 
@@ -203,7 +203,7 @@ class _Search:
         self._broken: dict[str, dict[str, None]] = {}  # by family: rules broken by counts
         self._left_of_auto = _MOST_OF_AUTO
         # Results shared by candidates. Orders are large, so only the last stay.
-        self.rule, self.cost, self.price = cache(self._rule), cache(self._cost), cache(self._price)
+        self.cost, self.price = cache(self._cost), cache(self._price)
         self.bound, self.look = cache(self._bound), cache(self._look)
         self._made: Callable[[Candidate, bool], BuiltOrder] = lru_cache(4)(
             lambda candidate, is_quick: self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
@@ -218,15 +218,6 @@ class _Search:
         self.balances = tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
 
     # -- prices and bounds
-
-    def _rule(self, family: Family, v: int, k: int) -> str | None:
-        """Returns the rule of the family, or of the model's layers, broken by the counts; None if no rule is broken."""
-        if self.num_ranks * v > self.model.layers:
-            return f"P v <= {self.model.layers} layers"
-        if 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
-            return f"2 P v M k <= {_MOST_UNITS} units"
-        counts: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
-        return family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
 
     def _cost(self, v: int, inside: str, balance: int, vocabulary: str, seq_len: int) -> CostModel:
         layout = replace(self.layout, inside=inside, layers=None, vocabulary=vocabulary)
@@ -273,15 +264,23 @@ class _Search:
     # -- the loop: build, fit, simulate, keep
 
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates that can be built, lowest bound first."""
+        """Returns the candidates that can be built, lowest bound first, and notes the rules broken by other counts."""
         self.num_candidates += len(candidates)
-        possible, known = [], set()
-        for each in candidates:
-            family, v, *_ = each
-            if (rule := self.rule(*each[:3])) is not None:
+        P, M, sound = self.num_ranks, self.num_microbatches, set[Any]()  # counts that break no rule
+        for family, v, k in dict.fromkeys(each[:3] for each in candidates):
+            if P * v > self.model.layers:
+                rule: str | None = f"P v <= {self.model.layers} layers"
+            elif 2 * P * v * M * k > _MOST_UNITS:
+                rule = f"2 P v M k <= {_MOST_UNITS} units"
+            else:
+                rule = family.broken_rule(num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+            if rule is None:
+                sound.add((family, v, k))
+            else:
                 self._broken.setdefault(family.name, {})[rule] = None
-                continue
-            layers = self.cost(v, each.inside, each.balance, each.vocabulary, self.longest).layers
+        possible, known = [], set()
+        for each in (each for each in candidates if each[:3] in sound):
+            layers = self.cost(each.stages_per_rank, each.inside, each.balance, each.vocabulary, self.longest).layers
             if (each._replace(balance=0), layers) not in known:  # else an earlier balance has equal layers
                 known.add((each._replace(balance=0), layers))
                 possible.append(each)
