@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -120,24 +119,25 @@ def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: t
     return whole(name, value, least, MOST if kind == "int32" else 2**63 - 1)
 
 
-@cache
+_FAMILIES = {family.name: family for family in (Family(*facts) for facts in _C.schedule_families())}
+
+
 def families() -> tuple[Family, ...]:
     """Returns every family of :func:`seq1f1b.build_schedule`, with its facts."""
-    return tuple(Family(*facts) for facts in _C.schedule_families())
+    return tuple(_FAMILIES.values())
 
 
 def schedules() -> tuple[str, ...]:
     """Returns the names for :func:`build_schedule`."""
-    return tuple(family.name for family in families())
+    return tuple(_FAMILIES)
 
 
 def families_named(names: Collection[str]) -> list[Family]:
     """Returns the families with the given names."""
-    known = {family.name: family for family in families()}
     for name in names:
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in names]
+        if name not in _FAMILIES:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, _FAMILIES)}")
+    return [_FAMILIES[name] for name in names]
 
 
 def build_schedule(
@@ -204,7 +204,9 @@ def build_schedule(
         schedule._times = _times_of_options(schedule, options)
     if prefetch is not None or weights != "planned":
         schedule = schedule.replace(prefetch=prefetch, weights=weights)
-    return schedule.recompute(recompute).offload(offload_units)
+    if recompute != "none":
+        schedule = schedule.recompute(recompute)
+    return schedule if offload_units == "none" else schedule.offload(offload_units)
 
 
 def _times_of_options(order: Schedule, options: Mapping[str, Any]) -> array[float]:

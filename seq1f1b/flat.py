@@ -103,9 +103,10 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     return numbers(name, code, found)
 
 
-def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
-    """Returns the seconds of every pass, [pass][stage][segment], with defaults for None."""
-    seconds, given = array("d"), 0
+def pass_and_link_seconds(order: Schedule, costs: Costs) -> tuple[array[float], array[float], array[float]]:
+    """Returns the seconds of every pass, [pass][stage][segment], with defaults for None; and latency and seconds per
+    byte, 0 if bandwidth is infinite, between each pair of neighbouring stages."""
+    seconds, given, links = array("d"), 0, costs.links
     nothing = flat(order, "nothing", _C.PER_CELL, 0.0)
     for number, name in enumerate(_C.PASS_NAMES):
         table = getattr(costs, name, 0.0)  # a pass without a field in Costs costs nothing
@@ -113,16 +114,12 @@ def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
         is_nothing = table is None or (table.__class__ is float and table == 0)
         seconds += nothing if is_nothing else flat(order, name, _C.PER_CELL, table)
     _C.fill_in(seconds, given)
-    return seconds
-
-
-def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
-    """Returns seconds per byte between each pair of neighbouring stages; 0 if bandwidth is infinite."""
-    given = flat(order, "bandwidth", _C.PER_PAIR, float("inf") if links.bandwidth is None else links.bandwidth)
-    for value in given:
+    latency = flat(order, "latency", _C.PER_PAIR, links.latency)
+    bandwidth = flat(order, "bandwidth", _C.PER_PAIR, float("inf") if links.bandwidth is None else links.bandwidth)
+    for value in bandwidth:
         if not value > 0:
             raise ValueError(f"bandwidth is {value}, must be above 0")
-    return array("d", (1.0 / value for value in given))
+    return seconds, latency, array("d", (1.0 / value for value in bandwidth))
 
 
 def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:

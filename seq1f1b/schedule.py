@@ -12,17 +12,7 @@ from typing import Any
 
 from seq1f1b import _C, torch_csv
 from seq1f1b.families import Family, build_schedule, families, schedules
-from seq1f1b.flat import (
-    MOST,
-    flat,
-    held_bytes,
-    numbers,
-    pass_seconds,
-    seconds_per_byte,
-    unit_seconds,
-    whole,
-    whole_values,
-)
+from seq1f1b.flat import MOST, flat, held_bytes, numbers, pass_and_link_seconds, unit_seconds, whole, whole_values
 from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
 from seq1f1b.unit import Timeline, Unit
 
@@ -80,6 +70,9 @@ class Schedule:
         counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
         self.rank_of_stage = tuple(of_stages)
+        # Index of each micro-batch's first segment among all segments; the last entry is the number of segments.
+        M, k = self.num_microbatches, self.num_segments
+        self._first_cells: Sequence[int] = tuple(bounds) or range(0, M * k + 1, k)
         rows = tuple(b - a for a, b in pairwise(bounds))
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
@@ -157,11 +150,6 @@ class Schedule:
     def segments_of(self) -> tuple[int, ...]:
         """Number of segments of every micro-batch, also in an order without ``rows``."""
         return self.rows or (self.num_segments,) * self.num_microbatches
-
-    @property
-    def _first_cells(self) -> tuple[int, ...]:
-        """Index of each micro-batch's first segment among all segments; the last entry is the number of segments."""
-        return tuple(accumulate(self.segments_of, initial=0))
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -366,7 +354,7 @@ class Schedule:
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
-        seconds, orders = pass_seconds(self, costs), list[Schedule]()
+        (seconds, *_), orders = pass_and_link_seconds(self, costs), list[Schedule]()
         for more in (0, 1, 2) if ahead is None and head else (ahead or 0,):
             try:
                 spread = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, seconds)
@@ -466,11 +454,11 @@ class Schedule:
         whole("seed", noise.seed, 0, 2**64 - 1)
         program, counts = self._lowered, self._num_units
         tier, links = flat(self, "tier", _C.PER_CELL, costs.tier), costs.links
-        seconds = pass_seconds(self, costs) + flat(self, "latency", _C.PER_PAIR, links.latency)
-        seconds += seconds_per_byte(self, links) + flat(self, "optimizer", _C.PER_RANK, costs.optimizer)
+        passes, latency, per_byte = pass_and_link_seconds(self, costs)
+        optimizer = flat(self, "optimizer", _C.PER_RANK, costs.optimizer)
         makespan, period, span, busy, wait, times, path = _C.program_simulate(
             program,
-            seconds + numbers("send", "d", [links.send]),
+            passes + (latency + per_byte + optimizer + numbers("send", "d", [links.send])),
             flat(self, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q")
             + flat(self, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
             tier if any(tier) else None,
@@ -546,9 +534,8 @@ class Schedule:
 
     def _seconds_of(self, costs: Costs) -> array[float]:
         most = max(flat(self, "message_bytes", _C.PER_SEGMENT, costs.links.message_bytes, "q"))
-        latency = flat(self, "latency", _C.PER_PAIR, costs.links.latency)
-        per_byte = seconds_per_byte(self, costs.links)
-        return pass_seconds(self, costs) + array("d", map(lambda a, b: a + max(most, 0) * b, latency, per_byte))
+        passes, latency, per_byte = pass_and_link_seconds(self, costs)
+        return passes + array("d", map(lambda a, b: a + max(most, 0) * b, latency, per_byte))
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
         """Returns the core's program for one rank's engine; ``with_receives``: for transports with a rendezvous."""

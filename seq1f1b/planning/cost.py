@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.partition import ModelShape, balanced, partition_sequence
+from seq1f1b.partition import ModelShape, balanced
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.tables import ByParts, check_layout
@@ -114,13 +114,10 @@ class CostModel:
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Returns sizes of segments. mix: 1 for equal time of F and B together by the model's rates, 0 equal length."""
-        costs = self._piece_seconds if any(self._piece_seconds) else [1.0]  # pieces cost nothing: cut by length
-        return partition_sequence(
-            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
-        )
+        return _C.partition(self.seq_len, num_segments, 1.0, 0.0, None, self._piece_seconds, mix, multiple_of)
 
     @cached_property
-    def _piece_seconds(self) -> list[float]:
+    def _piece_seconds(self) -> array[float]:
         """Seconds of F and B together for equal pieces of the sequence."""
         pieces = min(self.seq_len, _PIECES)
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
@@ -128,8 +125,8 @@ class CostModel:
         embedding, head = self.parts.ends(spans, floor=False)
         counts = self.parts.counts.sum(0).tolist()
         layers = sum(n * self.parts.layer(spans, kind, False).total for kind, n in enumerate(counts) if n)
-        found: list[float] = (layers + head.total + embedding.total + 0.0 * spans.tokens).tolist()
-        return found
+        found: Any = layers + head.total + embedding.total + 0.0 * spans.tokens
+        return array("d", found if found.any() else [1.0])  # pieces cost nothing: cut by length
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Returns the layers of each stage that make the slowest stage fastest, head included."""
@@ -195,8 +192,7 @@ class PackedRow(NamedTuple):
 
     def spans_in(self, windows: Sequence[int] = ()) -> Span:
         """Returns the spans of the segments, for layers with the given windows."""
-        documents = self.documents if self.parents is None else None
-        return spans_of(self.sizes, documents, windows, self.parents, self.parts)
+        return spans_of(self.sizes, self.documents, windows, self.parents, self.parts)
 
 
 @dataclass(frozen=True)
@@ -308,7 +304,7 @@ class Price:
             return Costs(**seconds, links=links)
         if cost.parts.spreads:
             links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
-        optimizer: Any = np.bincount(schedule.rank_of_stage, cost.optimizer_seconds())
+        optimizer: Any = np.bincount(schedule.rank_of_stage, cost.parts.optimizer_seconds)
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
     # -- bytes of units
@@ -325,8 +321,8 @@ class Price:
     def least_bytes(self) -> float:
         """Returns a lower bound of the fullest rank's peak under orders that neither recompute nor move units: the mean
         over the ranks of weights, their training, and activations of the longest micro-batch, or path of a tree."""
-        cost, hw = self.cost, self.cost.hardware
-        (static,) = _state_bytes(cost, [range(cost.num_stages)])
+        cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
+        static = sum(parts.trained_parameters) * parts.trained_bytes + sum(parts.frozen_bytes)
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
         of_segments = self._held[0][:, begin:end].sum(0).tolist()
         parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
@@ -382,9 +378,10 @@ class Price:
         """Returns the peak of every rank under an order. A slot of the cache is as long as the longest row; with trees,
         as long as the order needs on the rank."""
         cost, hw, parts, P = self.cost, self.cost.hardware, self.cost.parts, schedule.num_ranks
-        memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
+        rank_of_stage, costs = schedule.rank_of_stage, Costs(links=Links(message_bytes=self.message_bytes))
+        memory = self.memory(rank_of_stage)
         peaks = schedule.peak_memory(memory, costs)
-        stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
+        stages_of = [[stage for stage, at in enumerate(rank_of_stage) if at == rank] for rank in range(P)]
         slots = np.zeros((2, P))  # of the cache and its gradients: unless pages come and go, held all through the step
         if not self._releases and not cost.layout.copies_prefix:
             tokens = [self._slot_tokens] * P
@@ -418,15 +415,9 @@ class Price:
                 copies = parts.cached(sum(list(itertools.accumulate(self.sizes))[1:-1]))[0].max()
             reserve += _whole_bytes(hw.length_pools * (np.sum(alone, axis=0) - joint + copies))
         fields = live - rows - gradient_rows, kv + rows, gradients + gradient_rows, receive, work, reserve
-        static = map(math.ceil, _state_bytes(cost, stages_of))
-        return list(map(RankBytes, static, *[field.tolist() for field in fields]))
-
-
-def _state_bytes(cost: CostModel, stages_of: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the bytes of weights, gradients and optimizer state of each rank's stages."""
-    hw, trained, frozen = cost.hardware, cost.parts.trained_parameters, cost.parts.frozen_bytes
-    of_trained = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / cost.layout.data
-    return [sum([trained[s] for s in own]) * of_trained + sum([frozen[s] for s in own]) for own in stages_of]
+        trained, frozen = (np.bincount(rank_of_stage, each) for each in (parts.trained_parameters, parts.frozen_bytes))
+        static = _whole_bytes(trained * parts.trained_bytes + frozen)
+        return list(map(RankBytes, *[field.tolist() for field in (static, *fields)]))
 
 
 def _whole_bytes(size: Any) -> Any:

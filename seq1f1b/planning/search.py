@@ -22,7 +22,7 @@ from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import BuiltOrder, Candidate, Length, Orders, Rated, group_lengths
 from seq1f1b.planning.result import GIB, PlanSearch, Uncertain
-from seq1f1b.schedule import Family, families
+from seq1f1b.schedule import families
 from seq1f1b.seconds import Span
 from seq1f1b.table import rounded
 
@@ -120,8 +120,7 @@ def search_plans(
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
     of_step = (grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
-    search = _Search(model, hardware, *of_step, best, within, progress)
-    balances = search.balances()  # raises unless model, layout and lengths are sound
+    search = _Search(model, hardware, *of_step, best, within, progress)  # raises for an unsound model, layout or length
     shortest = grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
@@ -130,9 +129,18 @@ def search_plans(
         raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     # Without names, all families but auto, which comes last, and _OTHERS.
     tries = families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")]
+    for remedy in remedies:
+        if remedy not in REMEDIES:
+            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
+    if "offload" in remedies and not hardware.tier_bandwidth:
+        raise ValueError(
+            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
+        )
     insides = hardware.insides if inside is None else inside
     ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in insides]
-    ways += [("none", each) for each in _wanted_remedies(remedies, hardware) if "none" in insides]
+    if "none" in insides:  # each remedy alone, and both together
+        ways += [("none", (remedy,)) for remedy in REMEDIES if remedy in remedies]
+        ways += [("none", REMEDIES)] * (len(set(remedies)) > 1)
 
     def candidates(counts: Sequence[int]) -> list[Candidate]:
         """Returns all wanted candidates with the given numbers of segments."""
@@ -141,7 +149,7 @@ def search_plans(
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
             if names or (k == 1) != family.has_segments
             for kind, way in ways
-            for balance in balances
+            for balance in search.balances
         ]
 
     search.try_all(candidates, tried, shortest if segments is None else 0)
@@ -170,19 +178,6 @@ def search_plans(
     )
 
 
-def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Returns the sets of remedies to try: each remedy alone, and both together."""
-    for remedy in remedies:
-        if remedy not in REMEDIES:
-            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
-    if "offload" in remedies and not hardware.tier_bandwidth:
-        raise ValueError(
-            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
-        )
-    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
-    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
-
-
 @dataclass(eq=False)
 class _Search:
     """Search that prices candidates, keeps the best, and chooses further candidates."""
@@ -208,33 +203,21 @@ class _Search:
         self._broken: dict[str, dict[str, None]] = {}  # by family: rules broken by counts
         self._left_of_auto = _MOST_OF_AUTO
         # Results shared by candidates. Orders are large, so only the last stay.
-        self.rule, self.cost, self.price = cache(self._rule), cache(self._cost), cache(self._price)
+        self.cost, self.price = cache(self._cost), cache(self._price)
         self.bound, self.look = cache(self._bound), cache(self._look)
         self._made: Callable[[Candidate, bool], BuiltOrder] = lru_cache(4)(
             lambda candidate, is_quick: self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
         )
         self.longest = self.lengths[-1].seq_len
-
-    # -- prices and bounds
-
-    def balances(self) -> tuple[int, ...]:
-        """Returns values of ``Candidate.balance`` to try: the longest sequence, the length on which a run spends most
-        of its time, and 0."""
-        seconds = []
+        seconds = []  # of all layers, of a run's steps of each length
         for each in self.lengths:
             cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, each.seq_len)
             whole, counts = cost.span(0, cost.seq_len), cost.parts.counts.sum(0).tolist()
             seconds.append(each.share * sum(n * cost.parts.layer(whole, kind).total for kind, n in enumerate(counts)))
-        return tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
+        # Values of Candidate.balance to try: the longest sequence, the length that takes most of a run's time, and 0.
+        self.balances = tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
 
-    def _rule(self, family: Family, v: int, k: int) -> str | None:
-        """Returns the rule of the family, or of the model's layers, broken by the counts; None if no rule is broken."""
-        if self.num_ranks * v > self.model.layers:
-            return f"P v <= {self.model.layers} layers"
-        if 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
-            return f"2 P v M k <= {_MOST_UNITS} units"
-        counts: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
-        return family.broken_rule(**counts, num_segments=k, stages_per_rank=v)
+    # -- prices and bounds
 
     def _cost(self, v: int, inside: str, balance: int, vocabulary: str, seq_len: int) -> CostModel:
         layout = replace(self.layout, inside=inside, layers=None, vocabulary=vocabulary)
@@ -258,7 +241,7 @@ class _Search:
         way_up = backward
         if splits:  # an order may split some backwards and run others whole
             backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
-        optimizer, M = np.array(price.cost.optimizer_seconds()), self.num_microbatches
+        optimizer, M = np.array(price.cost.parts.optimizer_seconds), self.num_microbatches
         down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
         shards = sum(table[0].sum() for table in price.shard_seconds.values())  # of a rank, in one micro-batch
         mean = (down.sum() + back.sum() + optimizer.sum()) / self.num_ranks + M * shards
@@ -281,15 +264,23 @@ class _Search:
     # -- the loop: build, fit, simulate, keep
 
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates that can be built, lowest bound first."""
+        """Returns the candidates that can be built, lowest bound first, and notes the rules broken by other counts."""
         self.num_candidates += len(candidates)
-        possible, known = [], set()
-        for each in candidates:
-            family, v, *_ = each
-            if (rule := self.rule(*each[:3])) is not None:
+        P, M, sound = self.num_ranks, self.num_microbatches, set[Any]()  # counts that break no rule
+        for family, v, k in dict.fromkeys(each[:3] for each in candidates):
+            if P * v > self.model.layers:
+                rule: str | None = f"P v <= {self.model.layers} layers"
+            elif 2 * P * v * M * k > _MOST_UNITS:
+                rule = f"2 P v M k <= {_MOST_UNITS} units"
+            else:
+                rule = family.broken_rule(num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+            if rule is None:
+                sound.add((family, v, k))
+            else:
                 self._broken.setdefault(family.name, {})[rule] = None
-                continue
-            layers = self.cost(v, each.inside, each.balance, each.vocabulary, self.longest).layers
+        possible, known = [], set()
+        for each in (each for each in candidates if each[:3] in sound):
+            layers = self.cost(each.stages_per_rank, each.inside, each.balance, each.vocabulary, self.longest).layers
             if (each._replace(balance=0), layers) not in known:  # else an earlier balance has equal layers
                 known.add((each._replace(balance=0), layers))
                 possible.append(each)
@@ -347,7 +338,7 @@ class _Search:
             # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
             found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
             found.seconds = orders.mean(found.periods)
-            optimizer = [sum(price.cost.optimizer_seconds()) for price in orders.prices]
+            optimizer = [sum(price.cost.parts.optimizer_seconds) for price in orders.prices]
             work = [sum(run.busy) + seconds for run, seconds in zip(runs, optimizer, strict=True)]
             found.bubble = 1 - orders.mean(work) / self.num_ranks / found.seconds
             found.sort_key = round(math.log(found.seconds) / LEAST_GAIN), made.peak

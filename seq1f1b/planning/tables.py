@@ -99,6 +99,7 @@ class ByParts:
             scale = 0.5 * (layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
             self.frozen_bytes = [n * (self._weight_bits + scale) / 8 for n in self.stage_parameters]
         written, data = hardware.gradient_bytes + hardware.element_bytes, layout.data
+        self.trained_bytes = written + hardware.optimizer_bytes / data  # weight, gradient and state of a parameter
         moved, touched = (data - 1) / data * written, (written + 2 * hardware.optimizer_bytes) / data
         rate = self._link(data * self.devices * num_ranks)
         of_parameter = hardware.data_exposed * moved / rate + touched / hardware.bandwidth
