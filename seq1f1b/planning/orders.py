@@ -220,7 +220,7 @@ class Orders(NamedTuple):
         memory, costs = price.memory(schedule.rank_of_stage), price.costs(schedule, moves="offload" in self.remedies)
         # Bytes of pinned host memory for each device of a full node; 0 if the tier is not host memory.
         tier, parts = hw.host_memory / hw.node_size, _TIER_PARTS[: 1 if len(self.remedies) == 1 else None]
-        room, most = schedule.peak_memory(memory, costs).total, math.inf
+        room, most = list(schedule.peak_memory(memory, costs).total), 1 << 62  # most: by which a rank's room may rise
         for part in parts:
             left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
             room, most = [max(0, x + min(y, most)) for x, y in zip(room, left, strict=True)], 0

@@ -168,7 +168,7 @@ PLANTED: dict[str, tuple[Callable[[Model, Model], Any], str]] = {
         lambda *stages: [setattr(stage, "autocasts", False) for stage in stages],
         r"precision: blocks\.0\.qkv \(Linear\) returns torch.bfloat16 in the model, torch.float32 in its stage",
     ),
-    "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.qkv \(Linear\) returns torch.bfloat16 in"),
+    "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.qkv \(Linear\) returns torch.bfloat16"),
     "frozen": (
         lambda first, last: last.get_parameter("blocks.2.up.weight").requires_grad_(False),
         r"frozen parameters: requires_grad differs in the model: blocks\.2\.up\.weight",
