@@ -52,7 +52,7 @@ class RankGroup(OfOneProcess, ABC):
         self.local_size = local_size  # number of ranks on this host
         self.epoch = 0  # the step in which all ranks have met after a failure; equal on all ranks within a step
         self._round = 0
-        self._has_entered = False
+        self._left = 0  # the last step that this rank has left
         self._acknowledged = False  # whether this rank's user has seen the standing failure
         self._own_text = ""  # text of this rank's own error
         self._met_failure: Failure | None = None  # the failure that prevented a meeting of all ranks
@@ -114,8 +114,7 @@ class RankGroup(OfOneProcess, ABC):
         Raises:
             PipelineError: a rank has failed since this rank left its last step; or a rank is gone.
         """
-        self.step += 1
-        self._has_entered = True
+        self.step = self._left + 1
         _C.group_enter(self.group, self.step)
         if not self._acknowledged:
             _C.group_check(self.group)
@@ -130,7 +129,7 @@ class RankGroup(OfOneProcess, ABC):
         Raises:
             PipelineError: an error of :meth:`enter`; or a rank has left this step by an error.
         """
-        if not self._has_entered:
+        if self.step == self._left:
             self.enter()
         if self._acknowledged:
             self._recover()
@@ -153,10 +152,11 @@ class RankGroup(OfOneProcess, ABC):
             failed: whether an error ends the step: the rank's own, reported by :meth:`fail`, or a peer's.
         """
         if failed:
+            self.step = max(self.step, self._left + 1)  # an interrupt may have ended the step before its begin
             self._leave()
         else:
             _C.group_enter(self.group, self.step + 1)
-        self._has_entered = False
+        self._left = self.step
         _C.group_progress(self.group, f"code after step {self.step}")
 
     def _leave(self) -> None:
@@ -184,7 +184,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def give_up(self, reason: str) -> None:
         """Fails in place of the rank's next step; the step of all ranks ends with the reason."""
-        self.step += 1
+        self.step = self._left + 1
         _C.group_enter(self.group, self.step)
         self.fail(reason)
         self.end_step(failed=True)
@@ -229,7 +229,7 @@ class RankGroup(OfOneProcess, ABC):
             mark_as_told(error)
             raise
         assert self.step <= last, f"step {self.step} of a call that has those up to {last}"
-        self.step = last
+        self.step = self._left = last
         _C.group_enter(self.group, last + 1)
 
     def fail_step(self, step: int) -> None:

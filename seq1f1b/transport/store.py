@@ -142,7 +142,7 @@ class StoreRank(ProcessRank):
         for fd, _ in self._hang_ups.poll(0):
             self._hang_ups.unregister(fd)
             self._suspect(ranks[fd], "it closed its socket")
-        for rank in [r for r in self._closed if self._has_entered and self.step >= self._begun[r]]:
+        for rank in [r for r in self._closed if self.step > self._left and self.step >= self._begun[r]]:
             self._closed.remove(rank)
             self._lost = self.lose(rank, "it has closed")
         while not self._suspects.empty():

@@ -127,6 +127,8 @@ class Rank:
             finally:
                 self._interruptible = False
         except BaseException as error:
+            if command in ("step", "eval"):  # told already, unless the error came before the engine's step
+                self.engine.fail(f"{type(error).__name__}: {error}")
             result.error = f"{type(error).__name__}: {error}"
             result.named = getattr(error, "rank", None)
         result.ended = time.monotonic()
@@ -279,11 +281,7 @@ class Rank:
         if mine is not None and mine.kind == "other length":
             tokens, target = batch(CONFIG, M, LENGTHS[which] + 1 + mine.choice % 4, size=1)
         elif mine is not None and mine.place == "between":
-            try:
-                self.strike(mine)
-            except ValueError as error:
-                self.engine.fail(f"ValueError: {error}")
-                raise
+            self.strike(mine)
         elif mine is not None:
             self.arm(mine)
         losses = self.engine.step(tokens, target=target)

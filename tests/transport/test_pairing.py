@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Error:
     unit: int
 
 
-KINDS = ("argument", "forward", "backward", "loss", "fail", "clip", "gather", "skip")
+KINDS = ("argument", "before", "forward", "backward", "loss", "fail", "clip", "gather", "skip")
 
 
 def draw(seed: int) -> list[list[Error]]:
@@ -75,6 +76,11 @@ def draw(seed: int) -> list[list[Error]]:
         ranks = rng.sample(range(P), count)
         found.append([Error(rng.choice(KINDS), rank, rng.randint(1, M * K)) for rank in ranks])
     return found + [[]] * 4
+
+
+def interrupt(group: Any) -> None:
+    del group.enter
+    raise ValueError("before the step has begun")
 
 
 def run_script(engine: PipelineEngine, stage: Stage, rank: int, plan: list[list[Error]], seed: int) -> list[Any]:
@@ -95,6 +101,8 @@ def run_script(engine: PipelineEngine, stage: Stage, rank: int, plan: list[list[
                 told.append(("own", "fail", time.monotonic() - began))
                 continue
             sizes = [[4], [-1]] if kind == "argument" else None
+            if kind == "before":  # as an interrupt before the step is counted
+                engine._group.enter = partial(interrupt, engine._group)
             call = engine.step if training else engine.eval
             losses = call(inputs, target=target, segment_sizes=sizes)
             if kind == "skip":
