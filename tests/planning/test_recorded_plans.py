@@ -27,7 +27,7 @@ from seq1f1b.planning.compare import compare
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model
 from seq1f1b.planning.profile import Profile
-from seq1f1b.planning.search import PlanSearch, search_plans
+from seq1f1b.planning.search import LEAST_GAIN, PlanSearch, search_plans
 from seq1f1b.planning.step_plan import plan_step
 from seq1f1b.seconds import spans_of
 
@@ -303,15 +303,19 @@ def difference(one: Any, other: Any, where: str = "") -> str | None:
 
 
 def worse(found: Any, told: Any, cap: int | None) -> str | None:
-    """How an answer falls short of the recorded one: plans that differ must be as many, faster, below the cap."""
+    """How an answer falls short of the recorded one: plans that differ must be as many, below the cap, and faster, or
+    as fast to what the search takes for a tie, and then hold less."""
     other = difference(found, told)
     if other is None or cap is None or not ("plans" in found and "plans" in told):
         return other
     pairs = list(zip(found["plans"], told["plans"], strict=False))
-    is_better = len(pairs) == len(told["plans"]) and all(
-        max(one["peak"]) <= cap and (difference(one, two) is None or one["seconds"] < two["seconds"])
-        for one, two in pairs
-    )
+
+    def is_as_good(one: Any, two: Any) -> bool:
+        is_smaller = one["peak"] != two["peak"] and all(a <= b for a, b in zip(one["peak"], two["peak"], strict=True))
+        most = two["seconds"] * (1 + LEAST_GAIN * is_smaller)
+        return max(one["peak"]) <= cap and (difference(one, two) is None or one["seconds"] < most)
+
+    is_better = len(pairs) == len(told["plans"]) and all(is_as_good(*pair) for pair in pairs)
     return None if is_better else other
 
 
