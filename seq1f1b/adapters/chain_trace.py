@@ -150,7 +150,7 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a node; raises RefusedCode for a draw that each segment would repeat, and for a checkpoint."""
         if target is checkpoint:
-            raise self.refuse("it calls torch.utils.checkpoint: call the modules, and give Memory(recompute=...)")
+            raise self.refuse("it calls torch.utils.checkpoint: give Memory(recompute=...) instead")
         name = target if kind == "call_method" else getattr(target, "__name__", "")
         if name.rstrip("_") in _DRAWS or (name.startswith("rand") and not name.endswith("_like")):
             raise self.refuse(
