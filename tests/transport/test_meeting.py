@@ -228,7 +228,7 @@ def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:
 
 STRUCK: dict[str, tuple[Any, str]] = {
     "fails": (lambda: divmod(1, 0), "ZeroDivisionError"),
-    "is late": (partial(time.sleep, 5.0), "PipelineError"),
+    "is late": (partial(time.sleep, 10.0), "PipelineError"),
     "is interrupted": (partial(signal.raise_signal, signal.SIGINT), "KeyboardInterrupt"),
     "is killed": (partial(signal.raise_signal, signal.SIGKILL), ""),
 }
@@ -264,7 +264,7 @@ def test_a_rank_that_is_struck_in_a_round_of_the_set_up(tmp_path: Path, kind: st
         for rank in (0, 2) if how == "is killed" else range(3):
             name, text, waited, before, after = ranks.result(rank)
             assert name == (STRUCK[how][1] if rank == 1 else "PipelineError"), (rank, name, text)
-            assert rank == 1 or ("rank 1" in text and waited < 4.9), (rank, text, waited)
+            assert rank == 1 or ("rank 1" in text and waited < 9.0), (rank, text, waited)
             assert after == before, (rank, before, after)
 
 
