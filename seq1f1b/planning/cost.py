@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.flat import numbers
-from seq1f1b.partition import ModelShape, balanced
+from seq1f1b.partition import ModelShape, balanced, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.tables import ByParts, check_layout
@@ -115,8 +114,10 @@ class CostModel:
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Returns sizes of segments. mix: 1 for equal time of F and B together by the model's rates, 0 equal length."""
-        (mix,) = numbers("mix", "d", [mix])
-        return _C.partition(self.seq_len, num_segments, 1.0, 0.0, None, self._piece_seconds, mix, multiple_of)
+        costs = self._piece_seconds
+        return partition_sequence(
+            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
+        )
 
     @cached_property
     def _piece_seconds(self) -> array[float]:
