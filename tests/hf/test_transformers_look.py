@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Parts, str]] = {
                 table.bfloat16() if self.narrow else table for table in self.rotary_emb(x, at)
             ),
         },
-        r"layer 2 gets other 'position_embeddings' than in .*: .*torch.float\d+ != torch.bfloat16",
+        r"layer 2 gets other 'position_embeddings' than in .*: .*torch.float(32|64) != torch.bfloat16",
     ),
     "mixed tokens": (
         {"before": lambda self, x, at: x + one_back(x)},
