@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -185,7 +185,7 @@ class Meeting:
         """Ends this attempt on every rank, or the rank's next attempt if the rank has come to none.
 
         Returns:
-            An earlier failure of a peer, if the store answers; else None.
+            An earlier failure of a peer, or the loss of the store, which explains an error of a connection; else None.
         """
 
         def tell() -> _C.PipelineError | None:
@@ -199,18 +199,19 @@ class Meeting:
         own = self.rank, f"rank {self.rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, _C.PipelineError):  # has a rank and a full text
             own = getattr(error, "rank", self.rank), first_line(error)
-        first = None
-        with suppress(Exception):  # the store may be gone; the caller then raises its own error
-            first = self.worker.ask(tell, min(self._timeout_s, _ANSWER))
+        try:
+            first = self.ask(tell, _ANSWER)
+        except _C.PipelineError as lost:
+            first = lost if isinstance(error, OSError) else None
         self._is_over = True
         if self.rank == 0:  # the store may end with this process: the ranks get time to read the reason
             time.sleep(0.2)
         return first
 
-    def ask(self, do: Callable[[], _T]) -> _T:
+    def ask(self, do: Callable[[], _T], limit_s: float = math.inf) -> _T:
         """Returns the result of a call of the store. Raises PipelineError if the store is lost or silent."""
         try:
-            return self.worker.ask(do, self._timeout_s)
+            return self.worker.ask(do, min(self._timeout_s, limit_s))
         except _C.PipelineError:
             raise
         except Exception as error:

@@ -55,13 +55,22 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 dist.barrier()
+read = os.path.join(os.path.dirname(sys.argv[0]), "read by rank 2")
 def strike(now):
     if rank == 0 and now == turn:
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        while how == "stopped late" and not os.path.exists(read): pass
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 def gather_or_be_struck(meeting, value):
     strike(meeting._round)
-    return gather(meeting, value)
-gather, Meeting.gather = Meeting.gather, gather_or_be_struck
+    found = gather(meeting, value)
+    if rank == 2 and meeting._round == turn:
+        open(read, "w").close()
+    return found
+def look_or_be_late(meeting):
+    while how == "stopped late" and rank == 1 and meeting._round == turn - 1 and "T" not in state(): pass
+    return look(meeting)
+state = lambda: open(f"/proc/{sys.argv[4]}/stat").read().rpartition(")")[2]  # of rank 0
+gather, Meeting.gather, look, Meeting._look = Meeting.gather, gather_or_be_struck, Meeting._look, look_or_be_late
 strike(-1)
 try:
     engine = seq1f1b.PipelineEngine(
@@ -80,7 +89,7 @@ except seq1f1b.PipelineError as error:
 """
 
 
-LOSSES = [("c10d", "killed", 50), ("c10d", "stopped", -1), ("c10d", "killed", 1), ("shm", "stopped", 2)]
+LOSSES = [("c10d", "killed", 50), ("c10d", "stopped", -1), ("c10d", "killed", 1), ("shm", "stopped late", 2)]
 
 
 @pytest.mark.parametrize(("transport", "how", "turn"), LOSSES)
@@ -97,7 +106,7 @@ def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(
     ranks = []
     try:
         for variables in others:
-            command = [sys.executable, str(script), *arguments]
+            command = [sys.executable, str(script), *arguments, str(first.pid)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             ranks.append(subprocess.Popen(command, env=variables, text=True, **pipes))
         said = [rank.communicate(timeout=60) for rank in ranks]
