@@ -44,32 +44,29 @@ def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
 
 
 LOST = """
-import os, signal, sys, threading, torch, torch.distributed as dist, seq1f1b
+import os, signal, sys, torch, torch.distributed as dist, seq1f1b
 from seq1f1b.transport.meeting import Meeting
 
 transport, how, turn, limits = *sys.argv[1:3], int(sys.argv[3]), seq1f1b.Limits(step=4.0, first_step=6.0)
-end = threading.Timer(40, os._exit, (9,))  # of a rank that waits for ever
-end.daemon = True
-end.start()
+signal.alarm(40)  # ends a rank that waits for ever
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 dist.barrier()
-read = os.path.join(os.path.dirname(sys.argv[0]), "read by rank 2")
 def strike(now):
     if rank == 0 and now == turn:
-        while how == "stopped late" and not os.path.exists(read): pass
+        while how == "stopped late" and not os.path.exists("read"): pass
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 def gather_or_be_struck(meeting, value):
     strike(meeting._round)
     found = gather(meeting, value)
     if rank == 2 and meeting._round == turn:
-        open(read, "w").close()
+        open("read", "w").close()
     return found
 def look_or_be_late(meeting):
-    while how == "stopped late" and rank == 1 and meeting._round == turn - 1 and "T" not in state(): pass
+    while is_late and meeting._round == turn - 1 and "stopped" not in open(of_first).read(): pass
     return look(meeting)
-state = lambda: open(f"/proc/{sys.argv[4]}/stat").read().rpartition(")")[2]  # of rank 0
+is_late, of_first = how == "stopped late" and rank == 1, f"/proc/{sys.argv[-1]}/status"
 gather, Meeting.gather, look, Meeting._look = Meeting.gather, gather_or_be_struck, Meeting._look, look_or_be_late
 strike(-1)
 try:
@@ -108,7 +105,7 @@ def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(
         for variables in others:
             command = [sys.executable, str(script), *arguments, str(first.pid)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            ranks.append(subprocess.Popen(command, env=variables, text=True, **pipes))
+            ranks.append(subprocess.Popen(command, cwd=tmp_path, env=variables, text=True, **pipes))
         said = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:
