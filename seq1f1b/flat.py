@@ -146,14 +146,6 @@ def held_bytes(order: Schedule, memory: StepMemory, links: Links) -> array[int]:
     return sum(tables, array("q"))
 
 
-def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
-    """Returns bytes or tokens of each rank, stage or segment; raises for numbers below 0."""
-    values = flat(schedule, name, per, given, "q")
-    if min(values) < 0:
-        raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
-    return values
-
-
 def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
     """Returns the seconds of every unit, rank after rank."""
     counts = schedule._num_units

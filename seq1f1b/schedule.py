@@ -12,7 +12,7 @@ from typing import Any
 
 from seq1f1b import _C, torch_csv
 from seq1f1b.families import Family, build_schedule, families, schedules
-from seq1f1b.flat import MOST, flat, held_bytes, numbers, pass_and_link_seconds, unit_seconds, whole, whole_values
+from seq1f1b.flat import MOST, flat, held_bytes, numbers, pass_and_link_seconds, unit_seconds, whole
 from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
 from seq1f1b.unit import Timeline, Unit
 
@@ -52,6 +52,7 @@ class Schedule:
         fills: whether a rank runs W while waiting for a message, see :meth:`replace`.
         parents: parent of each segment, [micro-batch][segment], -1 for the first segment; None: segments follow one
             another in every micro-batch.
+        kinds: letters of the order's passes, such as F and B.
     """
 
     def __init__(self, ranks: Iterable[Iterable[Unit]], *, num_segments: int = 0) -> None:
@@ -67,9 +68,10 @@ class Schedule:
         self.prefetch: int | None = None if like is None else like.prefetch
         self._times: array[float] | None = None if like is None else like._times  # to count places by time
         self.fills: bool = like is not None and like.fills
-        counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
+        counts, of_stages, bounds, parents, self._num_units, passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
         self.rank_of_stage = tuple(of_stages)
+        self.kinds = frozenset(kind for number, kind in enumerate(_C.PASSES) if passes >> number & 1)
         # Index of each micro-batch's first segment among all segments; the last entry is the number of segments.
         M, k = self.num_microbatches, self.num_segments
         self._first_cells: Sequence[int] = tuple(bounds) or range(0, M * k + 1, k)
@@ -150,11 +152,6 @@ class Schedule:
     def segments_of(self) -> tuple[int, ...]:
         """Number of segments of every micro-batch, also in an order without ``rows``."""
         return self.rows or (self.num_segments,) * self.num_microbatches
-
-    @cached_property
-    def kinds(self) -> frozenset[str]:
-        """Letters of the order's passes, such as F and B."""
-        return frozenset(kind for number, kind in enumerate(_C.PASSES) if self._passes >> number & 1)
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
         """Returns the units of one rank in run order."""
@@ -281,20 +278,13 @@ class Schedule:
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        rooms = whole_values(self, "room", _C.PER_RANK, room)
-        most = None if tier_room is None else whole_values(self, "tier_room", _C.PER_RANK, tier_room)
+        rooms = flat(self, "room", _C.PER_RANK, room, "q")
+        most = None if tier_room is None else flat(self, "tier_room", _C.PER_RANK, tier_room, "q")
         held, tier = held_bytes(self, memory, costs.links), flat(self, "tier", _C.PER_CELL, costs.tier)
         start = unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None
         ways = "recompute" in by, "offload" in by
-        return self._with_kinds(_C.program_fit(self._lowered, held, rooms, tier, start, most, *ways))
-
-    def _with_kinds(self, kinds: bytes) -> Schedule:
-        order = self
-        for kind in (1, 2):
-            if kind in kinds:
-                chosen = kinds.translate(bytes(kind) + b"\1" + bytes(255 - kind))
-                order = self._from_handle(_C.schedule_change_cells(order.handle, kind, chosen), like=self)
-        return order
+        kinds = _C.program_fit(self._lowered, held, rooms, tier, start, most, *ways)
+        return self._from_handle(_C.schedule_change_cells(self.handle, kinds), like=self)
 
     def cell_kinds(self) -> tuple[str, ...]:
         """Returns a text for each stage, with a letter for each segment and a blank between micro-batches.
@@ -322,18 +312,17 @@ class Schedule:
         letters = "".join(map("".join, words))
         if not set(letters) <= set(_CELL_KINDS):
             raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
-        return self._with_kinds(bytes(map(_CELL_KINDS.index, letters)))
+        kinds = bytes(map(_CELL_KINDS.index, letters))
+        return self._from_handle(_C.schedule_change_cells(self.handle, kinds), like=self)
 
     def _changed(self, letter: str, units: str | Callable[[Unit], bool]) -> Schedule:
         check_units("units", units)
         if units == "none":
             return self
-        chosen = None  # all
-        if not isinstance(units, str):
-            segments = [(m, s) for m, count in enumerate(self.segments_of) for s in range(count)]
-            cells = product(range(self.num_stages), segments)
-            chosen = bytes(bool(units(Unit("F", stage, *segment))) for stage, segment in cells)
-        return self._from_handle(_C.schedule_change_cells(self.handle, _CELL_KINDS.index(letter), chosen), like=self)
+        kind, segments = _CELL_KINDS.index(letter), [(m, s) for m, n in enumerate(self.segments_of) for s in range(n)]
+        cells = (Unit("F", stage, *segment) for stage, segment in product(range(self.num_stages), segments))
+        kinds = bytes(kind * (isinstance(units, str) or bool(units(unit))) for unit in cells)
+        return self._from_handle(_C.schedule_change_cells(self.handle, kinds), like=self)
 
     def spread_vocabulary(
         self, ahead: int | None = None, costs: Costs = Costs(), *, head: bool = True, embedding: bool = False
@@ -502,7 +491,9 @@ class Schedule:
         for name in [name for name in constant if getattr(memory, name)]:
             given, held = getattr(memory, name), [0] * self.num_ranks
             of_stages = [0] * (self.num_stages - 1) + [given] if name == "logits" else given
-            values = whole_values(self, name, _C.PER_STAGE, of_stages)
+            values = flat(self, name, _C.PER_STAGE, of_stages, "q")
+            if min(values) < 0:
+                raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
             for rank, value in zip(self.rank_of_stage, values, strict=True):
                 held[rank] += value
             constant[name] = tuple(held)
@@ -523,7 +514,7 @@ class Schedule:
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
         """
-        whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # raises under the name of the argument
+        flat(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes, "q")  # raises under the name of the argument
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:

@@ -9,6 +9,7 @@
 #include "../schedules/vocabulary.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static PyObject *count_item(const void *schedule, int64_t rank)
 {
@@ -65,16 +66,29 @@ S1F_CORE(s1f_status, schedule_check, s1f_schedule *, schedule, int64_t, max_live
 S1F_CORE_MAKES(schedule, schedule_forward_only, s1f_schedule *, schedule)
 S1F_CORE_MAKES(schedule, schedule_defer_weights, s1f_schedule *, schedule, int64_t, max_live_units)
 
-S1F_METHOD(PyObject *, schedule_change_cells, s1f_schedule *, schedule, int32_t, kind, s1f_bytes, chosen)
+S1F_METHOD(PyObject *, schedule_change_cells, s1f_schedule *, schedule, s1f_bytes, kinds)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t cells = shape.num_stages * s1f_num_cells(&shape);
-    if (chosen.values != NULL && !s1f_require_count("chosen", chosen.count, cells))
+    if (!s1f_require_count("kinds", kinds.count, cells))
         return NULL;
-    s1f_schedule *other = NULL;
-    s1f_status status = kind == S1F_CELL_RECOMPUTED ? s1f_schedule_recompute(schedule, chosen.values, &other)
-                                                    : s1f_schedule_offload(schedule, chosen.values, &other);
-    return s1f_new_schedule(status, other, NULL);
+    s1f_pool pool = {0};
+    unsigned char *chosen = s1f_pool_take(&pool, (size_t)cells, sizeof *chosen);
+    s1f_schedule *recomputed = NULL, *moved = NULL;
+    s1f_status status = s1f_pool_status(&pool, "the chosen units");
+    for (int64_t i = 0; status == S1F_OK && i < cells; i++)
+        chosen[i] = kinds.values[i] == S1F_CELL_RECOMPUTED;
+    if (status == S1F_OK)
+        status = s1f_schedule_recompute(schedule, chosen, &recomputed);
+    if (status == S1F_OK && memchr(kinds.values, S1F_CELL_MOVED, (size_t)cells) != NULL) {
+        for (int64_t i = 0; i < cells; i++)
+            chosen[i] = kinds.values[i] == S1F_CELL_MOVED;
+        status = s1f_schedule_offload(recomputed, chosen, &moved);
+        s1f_schedule_free(recomputed);
+        recomputed = moved;
+    }
+    s1f_pool_free(&pool);
+    return s1f_new_schedule(status, recomputed, NULL);
 }
 
 S1F_METHOD(PyObject *, schedule_spread_vocabulary, s1f_schedule *, schedule, int32_t, what, int64_t, ahead, s1f_doubles,
@@ -143,8 +157,8 @@ PyMethodDef s1f_schedule_methods[] = {
             "The same order with S and T (what & 1), E and G (what & 2) of every cell, placed by the seconds of each "
             "pass, and with Fs so many places ahead of all else."),
     S1F_ROW(schedule_change_cells,
-            "The same order with R before the backward (kind 1), or O, A and L (2), of the cells whose byte in "
-            "[stage][cell] is not 0, cells by micro-batch and segment; None: of all."),
+            "The same order with R before the backward (1), or O, A and L (2), of the cells with this byte in "
+            "[stage][cell], cells by micro-batch and segment."),
     S1F_ROW(schedule_assign_rows,
             "-> tuple[list[int], int]: the first row of the keys of each cell of all stages, by the order of this "
             "rank, 0 at stages of others, and the most rows that a slot needs. sizes: tokens, [column]."),

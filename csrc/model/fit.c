@@ -216,6 +216,12 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         find_passes(&w);
     }
     for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
+        int64_t room = fit->room[rank], tier_room = fit->tier_room == NULL ? 0 : fit->tier_room[rank];
+        if (room < 0 || tier_room < 0) {
+            status = s1f_fail(S1F_ERR_ARG, "%s holds %lld bytes, must be at least 0", room < 0 ? "room" : "tier_room",
+                              (long long)(room < 0 ? room : tier_room));
+            break;
+        }
         while (walk(&w, rank, receive[rank].receive) > 0)
             ;
         w.away += program->ranks[rank].num_units;
