@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import header
 
-from seq1f1b.partition import Layer, ModelShape, partition_sequence
+from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model
@@ -39,21 +39,20 @@ GIB = 1 << 30  # the authors' code logs max_memory_reserved() / 1024**3
 class AuthorsCode(ByParts):
     """What the authors' code, a fork of Megatron-LM, saves beside the tensors that the cost model counts."""
 
-    def _saved_bytes(self, layer: Layer, inside: str) -> float:
-        """With the masks of two dropouts, kept at rate 0, too, and cosines and sines for q and k, which every
-        tensor-parallel device has for all its tokens."""
-        rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
-        return super()._saved_bytes(layer, inside) + 2 * self.model.hidden + rotary
+    def __init__(self, model: ModelShape, hardware: Hardware, layout: Layout, *counts: Any) -> None:
+        super().__init__(model, hardware, layout, *counts)
+        # The masks of two dropouts, kept at rate 0, too, and cosines and sines for q and k, which every tensor-parallel
+        # device has for all its tokens.
+        rotary = 4 * model.hidden / model.heads * hardware.element_bytes * layout.tensor
+        for saved in self.saved_bytes:
+            saved["none"] += 2 * model.hidden + rotary
+        self.cache_bytes[1] = 0.0  # gradients of keys and values stay only from segment to segment
 
     def held(self, tokens: Any) -> tuple[Any, Any, Any]:
         """With the embedding's output: a device saves a part of it, which is a view of the whole."""
         whole = np.int64((1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes * tokens)
         saved, kept, added = super().held(tokens)
         return saved + whole * self.first, kept, added
-
-    def cached(self, tokens: Any) -> tuple[Any, Any]:
-        """Gradients of keys and values stay only from segment to segment."""
-        return (keys := super().cached(tokens)[0]), 0.0 * keys
 
 
 class Case(NamedTuple):

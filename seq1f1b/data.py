@@ -20,7 +20,7 @@ from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
 from seq1f1b.report.report import PipelineReport
-from seq1f1b.seconds import Fit, terms_of
+from seq1f1b.seconds import Fit, spans_of, terms_of
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
@@ -206,7 +206,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         if plan is None:
             return
         del self._ahead[: self._ahead.index(plan) + 1]
-        spans = [row.spans_in() for row in plan.costs.rows]
+        spans = [spans_of(row.sizes, row.documents, (), row.parents, row.parts) for row in plan.costs.rows]
         for rank in report.ranks if self._looks > 0 else ():
             for (kind, stage, microbatch, segment), seconds in rank._shared_seconds.items():
                 tokens, pairs, *_ = spans[microbatch]

@@ -111,24 +111,47 @@ class ModelShape(NamedTuple):
         A backward pass costs twice as much at every position. Norms, rotary positions, the router of experts and the
         embedding look-up are left out.
         """
-        linear, quadratic = _flops_of(self)
+        layers_of(self)  # raises unless the shape is sound
         if not 0 <= begin <= end <= MOST_TOKENS:
             raise ValueError(f"tokens [{begin}, {end}) are not a range within [0, {MOST_TOKENS})")
-        if self.kinds:
-            return float(_flops_of_kinds(self, (end,), [begin, end])[0])
-        first, last = (linear * t + quadratic * (t * (t + 1.0)) for t in (float(begin), float(end)))
-        return last - first
+        return float(_flops_of(self, [begin, end - begin], (end,))[1])
 
 
 def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
-    """Returns the kinds of the model's layers, and the kind of each layer."""
-    if model.layers > MOST_LAYERS:
-        raise ValueError(f"model layers is {model.layers}, must be at most {MOST_LAYERS}")
-    layers, pattern = list[Layer](), model.pattern or (0,)
+    """Returns the kinds of the model's layers, and the kind of each layer.
+
+    Raises:
+        ValueError, TypeError: the shape is not sound.
+    """
+    if not isinstance(model, ModelShape):
+        raise TypeError(f"model is {model!r:.80}, must be a seq1f1b.ModelShape")
+    if not 1 <= model.experts_per_token <= model.experts:
+        raise ValueError(
+            f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"
+        )
+    count, layers, pattern = max(1, len(model.kinds)), list[Layer](), model.pattern or (0,)
+    if (count > 1 and not model.pattern) or not all(0 <= number < count for number in pattern):
+        raise ValueError(
+            f"model pattern is {list(model.pattern)[:20]}, must be numbers of kinds, 0..{count - 1}, layer after layer"
+        )
+    for number, kind in enumerate(model.kinds):
+        given = {name: value for name, value in kind._asdict().items() if value is not None}
+        for name, value in given.items():
+            whole(f"model kinds[{number}] {name}", value, 0)
+        own = {name: value for name, value in given.items() if name in model._fields and (name != "heads" or value)}
+        try:
+            layers_of(model._replace(**own, kinds=(), pattern=()))
+        except ValueError as error:
+            raise ValueError(f"model kinds[{number}]: {error}") from None
+    for name, least in {"hidden": 1, "heads": 1, "kv_heads": 1, "ffn": 0, "vocab": 0, "head_dim": 0}.items():
+        whole(f"model {name}", getattr(model, name), least)
+    whole("model layers", model.layers, 1, MOST_LAYERS)
+    if model.head_dim == 0 and model.hidden % model.heads:
+        raise ValueError(f"model heads is {model.heads}, must divide hidden {model.hidden}")
+    if model.heads % model.kv_heads:
+        raise ValueError(f"model kv_heads is {model.kv_heads}, must divide heads {model.heads}")
     for kind in model.kinds or (LayerKind(),):
-        own: dict[str, Any] = model._asdict() | {
-            name: value for name, value in kind._asdict().items() if value is not None
-        }
+        own = model._asdict() | {name: value for name, value in kind._asdict().items() if value is not None}
         heads, size = own["heads"], own["head_dim"] or model.hidden // model.heads
         of_values = own.get("value_dim", size)
         queries, values, keys = heads * size, heads * of_values, own["kv_heads"] * (size + of_values) if heads else 0
@@ -145,58 +168,25 @@ def has_equal_layers(model: ModelShape) -> bool:
     return len(model.kinds) < 2 and all(kind._replace(other=0) == LayerKind() for kind in model.kinds)
 
 
-def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequence[int]) -> Any:
+def _work_of(model: ModelShape) -> tuple[float, dict[int, int]]:
+    """Returns the floating-point operations of a token in products, and of a pair of a query and a key by window."""
     kinds, places = layers_of(model)
-    products, widths = 2.0 * model.hidden * model.vocab, dict.fromkeys((layer.window for layer in kinds), 0)
+    products, of_pairs = 2.0 * model.hidden * model.vocab, dict.fromkeys((layer.window for layer in kinds), 0)
     for number in places:
         layer = kinds[number]
         products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
-        widths[layer.window] += layer.queries + layer.values
-    from seq1f1b.seconds import spans_between  # imports numpy, which ``import seq1f1b`` does without
-
-    span = spans_between(documents, bounds, tuple(widths))
-    return products * span.tokens + sum(2.0 * w * pairs for w, pairs in zip(widths.values(), span.within, strict=True))
+        of_pairs[layer.window] += 2 * (layer.queries + layer.values)
+    return products, of_pairs
 
 
-def _flops_of(model: ModelShape) -> tuple[float, float]:
-    """Returns a and b: if all layers are alike, a forward over t tokens takes a t + b t (t + 1) operations.
+def _flops_of(model: ModelShape, sizes: Sequence[int], documents: Sequence[int]) -> Any:
+    """Returns the floating-point operations of each segment, an array."""
+    from seq1f1b.seconds import spans_of  # imports numpy, which ``import seq1f1b`` does without
 
-    Raises:
-        ValueError, TypeError: the shape is not sound.
-    """
-    if not isinstance(model, ModelShape):
-        raise TypeError(f"model is {model!r:.80}, must be a seq1f1b.ModelShape")
-    if not 1 <= model.experts_per_token <= model.experts:
-        raise ValueError(
-            f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"
-        )
-    count = max(1, len(model.kinds))
-    if (count > 1 and not model.pattern) or not all(0 <= number < count for number in model.pattern):
-        raise ValueError(
-            f"model pattern is {list(model.pattern)[:20]}, must be numbers of kinds, 0..{count - 1}, layer after layer"
-        )
-    for number, kind in enumerate(model.kinds):
-        given = {name: value for name, value in kind._asdict().items() if value is not None}
-        for name, value in given.items():
-            whole(f"model kinds[{number}] {name}", value, 0)
-        own = {name: value for name, value in given.items() if name in model._fields and (name != "heads" or value)}
-        try:
-            _flops_of(model._replace(**own, kinds=(), pattern=()))
-        except ValueError as error:
-            raise ValueError(f"model kinds[{number}]: {error}") from None
-    for name in ("hidden", "layers", "heads", "kv_heads"):
-        whole(f"model {name}", getattr(model, name), 1)
-    ffn = whole("model ffn", model.ffn * model.experts_per_token, 0)
-    vocab, head_dim = whole("model vocab", model.vocab, 0), whole("model head_dim", model.head_dim, 0)
-    if head_dim == 0 and model.hidden % model.heads:
-        raise ValueError(f"model heads is {model.heads}, must divide hidden {model.hidden}")
-    if model.heads % model.kv_heads:
-        raise ValueError(f"model kv_heads is {model.kv_heads}, must divide heads {model.heads}")
-    h, layers, heads = float(model.hidden), float(model.layers), float(model.heads)
-    size = float(head_dim) or h / heads
-    queries, keys = heads * size, model.kv_heads * size
-    matrices = 4 * h * queries + 4 * h * keys + 6 * h * ffn
-    return layers * matrices + 2 * h * vocab, layers * 2 * queries
+    products, of_pairs = _work_of(model)
+    span = spans_of(sizes, documents, tuple(of_pairs))
+    pairs = zip(of_pairs.values(), span.within, strict=True)
+    return products * span.tokens + sum(float(flops) * seen for flops, seen in pairs)
 
 
 def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
@@ -209,7 +199,7 @@ def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
 def check_model(shape: ModelShape, name: str) -> None:
     """Raises ``ValueError``, which begins with ``name``, unless a shape is sound."""
     try:
-        shape.flops(0, 1)
+        layers_of(shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -265,16 +255,16 @@ def partition_sequence(
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
     if isinstance(model, ModelShape) and model.kinds:
-        model.flops(0, 1)  # raises unless the shape is sound
+        layers_of(model)  # raises unless the shape is sound
         rows = numbers("documents", "q", documents or (seq_len,))
         _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
         pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(rows) // seq_len
-        bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
-        found = _flops_of_kinds(model, rows, [*bounds, count * seq_len])
-        costs = list(map(float, found.reshape(count, pieces).sum(axis=0)))
+        sizes = [seq_len * (i + 1) // pieces - seq_len * i // pieces for i in range(pieces)]
+        costs = list(map(float, _flops_of(model, sizes * count, rows).reshape(count, pieces).sum(axis=0)))
     elif model is not None:
         of_rows = None if documents is None else numbers("documents", "q", documents)
-        return _C.partition(seq_len, num_segments, *_flops_of(model), of_rows, None, mix, multiple_of)
+        linear, of_pairs = _work_of(model)
+        return _C.partition(seq_len, num_segments, linear, of_pairs[0] / 2, of_rows, None, mix, multiple_of)
     of_pieces = None if costs is None else numbers("costs", "d", costs)
     return _C.partition(seq_len, num_segments, 1.0, 0.0, None, of_pieces, 0.0 if costs is None else mix, multiple_of)
 

@@ -51,32 +51,6 @@ PASSES = {letter: name for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=
 """Names by letter, in the order of the core."""
 
 
-def _pairs_of_first(tokens: Any, window: int) -> Any:
-    """Returns pairs of a query and a key seen by the query, in the first ``tokens`` (number or array) of a document."""
-    far = (tokens - window) * (tokens > window) if window else 0  # tokens whose first keys lie before the window
-    return (tokens * (tokens + 1) - far * (far + 1)) / 2
-
-
-def spans_between(documents: Sequence[int], bounds: Any, windows: Sequence[int] = ()) -> Span:
-    """Returns a span of arrays: the tokens of a row of documents between each two of the bounds."""
-    ends = np.cumsum([0, *documents], dtype=np.float64)
-    at = np.asarray(bounds, dtype=np.float64)
-    owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
-    pairs = []
-    for window in (0, *windows):
-        before = np.cumsum([0.0, *_pairs_of_first(np.diff(ends), window)])
-        pairs.append(np.diff(before[owners] + _pairs_of_first(at - ends[owners], window)))
-    return Span(np.diff(at), pairs[0], at[1:], tuple(pairs[1:]))
-
-
-def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
-    """Returns the pairs of a query in ``[begin, end)`` and a key seen by the query.
-
-    window: number of keys seen by a query, its own included; 0: all earlier keys.
-    """
-    return float(spans_between(documents, (begin, end), (window,)).within[0][0])
-
-
 def spans_of(
     sizes: Sequence[int],
     documents: Sequence[int] | None = None,
@@ -94,18 +68,35 @@ def spans_of(
         parents: the parent of each segment of a tree, -1: none.
         parts: for each segment of a tree the tokens of each leaf; None: no leaves share a segment.
     """
-    if parents is None:
-        return spans_between(documents or (sum(sizes),), list(itertools.accumulate(sizes, initial=0)), windows)
-    ends: list[int] = []
-    within: list[list[float]] = [[] for _ in (0, *windows)]
-    for number, (size, parent) in enumerate(zip(sizes, parents, strict=True)):
-        begin = ends[parent] if parent >= 0 else 0
-        ends.append(begin + size)
-        leaves = (size,) if parts is None else parts[number]
-        for pairs, window in zip(within, (0, *windows), strict=True):
-            pairs.append(sum(_pairs_of_first(begin + n, window) - _pairs_of_first(begin, window) for n in leaves))
-    tokens, end, pairs_of_all, *others = (np.array(column, float) for column in (sizes, ends, *within))
-    return Span(tokens, pairs_of_all, end, tuple(others))
+    ends = list(itertools.accumulate(sizes))
+    if parents is not None:
+        documents, ends = None, []
+        for size, parent in zip(sizes, parents, strict=True):
+            ends.append(size + (ends[parent] if parent >= 0 else 0))
+    leaves = parts or [(size,) for size in sizes]
+    owners = np.repeat(np.arange(len(sizes)), [len(each) for each in leaves])  # the segment of each leaf
+    bounds = np.cumsum([0, *(documents or [sum(sizes)])], dtype=np.float64)
+    begins = np.array(ends, float) - np.array(sizes, float)
+    at = begins[owners] + np.array([np.zeros(len(owners)), [*itertools.chain.from_iterable(leaves)]])  # of each leaf
+    document = np.minimum(np.searchsorted(bounds, at, side="right"), len(bounds) - 1) - 1
+    # Whole documents, and the documents in which leaves begin and end up to these places.
+    first = np.concatenate((np.diff(bounds), (at - bounds[document]).ravel()))
+    pairs = []
+    for window in (0, *windows):
+        far = (first - window) * (first > window) if window else 0.0  # tokens whose first keys lie before the window
+        seen = (first * (first + 1) - far * (far + 1)) / 2
+        whole, parts_of = np.split(seen, [len(bounds) - 1])
+        before, upto = np.cumsum([0.0, *whole])[document] + parts_of.reshape(2, -1)
+        pairs.append(np.bincount(owners, upto - before, len(sizes)))
+    return Span(np.array(sizes, float), pairs[0], np.array(ends, float), tuple(pairs[1:]))
+
+
+def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
+    """Returns the pairs of a query in ``[begin, end)`` and a key seen by the query.
+
+    window: number of keys seen by a query, its own included; 0: all earlier keys.
+    """
+    return float(spans_of((begin, end - begin), documents, (window,)).within[0][1])
 
 
 def arrays_of(spans: Sequence[Span]) -> Span:
@@ -205,9 +196,10 @@ class MeasuredUnits:
         attention = sum(fit.per_pair for fit in whole)
         self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
 
-    def seconds(self, span: Span) -> Any:
-        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""
-        known = None if self._like is None else self._like.seconds(span)
+    def seconds(self, span: Span) -> tuple[Any, dict[str, Any]]:
+        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]; and of S, T, E and G of a vocabulary
+        over the ranks, the mean of all ranks, 0 without measurements: arrays by names of :class:`seq1f1b.Costs`."""
+        known = None if self._like is None else self._like.seconds(span)[0]
         stages = []
         for stage, fits in enumerate(self._stages):
             like = _ASSUMED if known is None else PassSeconds(*(table[stage] for table in known))
@@ -220,16 +212,11 @@ class MeasuredUnits:
                 own[part] = _like(own["backward"], getattr(like, part), like.backward)
             own.setdefault("input", own["backward"])
             stages.append([own[name] + 0.0 * span.tokens for name in PassSeconds._fields])
-        return PassSeconds._make(np.array(table) for table in zip(*stages, strict=True))
-
-    def shards(self, span: Span) -> dict[str, Any]:
-        """Returns the seconds of S, T, E and G of a vocabulary over the ranks, the mean of all ranks; 0 without
-        measurements: arrays [stage, unit], by names of :class:`seq1f1b.Costs`."""
-        found = {}
-        for name, fits in self._shards.items():
-            seconds = sum(fit.seconds(span.tokens, span.pairs) for fit in fits) / max(1, len(fits))
-            found[name] = np.array([seconds + 0.0 * span.tokens] * len(self._stages))
-        return found
+        shards = {}
+        for name, measured in self._shards.items():
+            seconds = sum(fit.seconds(span.tokens, span.pairs) for fit in measured) / max(1, len(measured))
+            shards[name] = np.array([seconds + 0.0 * span.tokens] * len(self._stages))
+        return PassSeconds._make(np.array(table) for table in zip(*stages, strict=True)), shards
 
 
 def _like(measured: Any, wanted: Any, known: Any) -> Any:

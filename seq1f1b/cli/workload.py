@@ -13,7 +13,7 @@ from seq1f1b import _C, Costs, Links, Noise, Schedule, Simulation
 from seq1f1b.cli.values import add_options, read_counts, read_parents, read_sizes, read_tokens
 from seq1f1b.families import families_named
 from seq1f1b.files import nearest_name, read
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
@@ -148,7 +148,9 @@ def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, sta
     counts = {"num_ranks": num_ranks, "stages_per_rank": stages_per_rank, "seq_len": tokens_of(options)}
     cost = CostModel.balanced(model, hardware, layout=layout, **counts)
     # A schedule without segments runs whole micro-batches, whatever --sizes says.
-    sizes = cost.split(num_segments) if num_segments == 1 or options.sizes is None else options.sizes
+    sizes = options.sizes
+    if num_segments == 1 or sizes is None:
+        sizes = partition_sequence(cost.seq_len, num_segments, strategy="profiled", profile=cost)
     if len(sizes) != num_segments:
         raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
     return cost.price(sizes)

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from seq1f1b.families import families_named, schedules
-from seq1f1b.partition import ModelShape, check_segment_sizes
+from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware
@@ -190,7 +190,7 @@ def compare(
             of_cost = {"num_ranks": num_ranks, "stages_per_rank": v, "seq_len": seq_len}
             cost = CostModel.balanced(model, hardware, layout=layout or Layout(), **of_cost)
             whole = segment_sizes if k == num_segments else [seq_len]
-            price = cost.price(whole or cost.split(k))
+            price = cost.price(whole or partition_sequence(cost.seq_len, k, strategy="profiled", profile=cost))
             orders = Orders(family, [price], num_microbatches, cap_bytes or math.inf, options=options)
             made = orders.within_cap()
             if made.peak > orders.cap and "costs" in family.options:  # the order that holds least, for all such caps

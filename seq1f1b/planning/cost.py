@@ -8,22 +8,20 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.partition import ModelShape, balanced, partition_sequence
+from seq1f1b.partition import ModelShape, balanced
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.tables import ByParts, check_layout
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import MeasuredUnits, Span, Terms, arrays_of, spans_between, spans_of
+from seq1f1b.seconds import MeasuredUnits, Terms, arrays_of, spans_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
-_PIECES = 1024  # equal pieces of the sequence by whose costs a split is balanced
 _STATISTICS_BYTES = 12  # per token: a maximum, a sum of exponentials, the target's logit
 
 
@@ -58,7 +56,7 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
-        self._documents = self.layout.documents or (seq_len,)
+        self.documents = self.layout.documents or (seq_len,)
         check_layout(self.layout, model, num_stages, seq_len)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
@@ -80,7 +78,6 @@ class CostModel:
     def on(self, hardware: Hardware) -> CostModel:
         """Returns a model with equal stages on another machine."""
         other = copy.copy(self)
-        other.__dict__.pop("_piece_seconds", None)  # of this machine
         other.hardware = hardware
         other.source = other.parts = hardware._parts(self.model, hardware, self.layout, self.layers, self.num_ranks)
         return other
@@ -93,7 +90,7 @@ class CostModel:
 
     def price(self, sizes: Sequence[int]) -> Price:
         """Returns the price of a step of equal sequences. sizes: tokens of each segment."""
-        return Price(self, [PackedRow(self._documents, tuple(sizes))], is_alike=True)
+        return Price(self, [PackedRow(self.documents, tuple(sizes))], is_alike=True)
 
     def price_rows(self, rows: Sequence[PackedRow]) -> Price:
         """Returns the price of a step of rows, which replace the model's ``seq_len`` and documents.
@@ -107,35 +104,20 @@ class CostModel:
 
     # -- the sequence and the layers
 
-    def span(self, begin: int, end: int) -> Span:
-        """Returns the span of tokens ``[begin, end)`` of the sequence."""
-        tokens, pairs, ends, within = spans_between(self._documents, (begin, end), self.parts.windows)
-        return Span(tokens.item(), pairs.item(), ends.item(), tuple([each.item() for each in within]))
-
-    def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
-        """Returns sizes of segments. mix: 1 for equal time of F and B together by the model's rates, 0 equal length."""
-        costs = self._piece_seconds
-        return partition_sequence(
-            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
-        )
-
-    @cached_property
-    def _piece_seconds(self) -> array[float]:
-        """Seconds of F and B together for equal pieces of the sequence."""
-        pieces = min(self.seq_len, _PIECES)
-        bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
-        spans = spans_between(self._documents, bounds, self.parts.windows)
-        embedding, head = self.parts.ends(spans, floor=False)
-        counts = self.parts.counts.sum(0).tolist()
-        layers = sum(n * self.parts.layer(spans, kind, False).total for kind, n in enumerate(counts) if n)
-        found: Any = layers + head.total + embedding.total + 0.0 * spans.tokens
-        return array("d", found if found.any() else [1.0])  # pieces cost nothing: cut by length
+    def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
+        """Returns the seconds of F and B of the whole model for each of ``num_pieces`` equal pieces of the sequence,
+        without the costs that do not depend on a unit's length, for :func:`seq1f1b.partition_sequence`."""
+        sizes = [seq_len * (i + 1) // num_pieces - seq_len * i // num_pieces for i in range(num_pieces)]
+        seconds, _ = self.parts.seconds(spans_of(sizes, self.documents, self.parts.windows), floor=False)
+        return list(seconds.total.sum(0).tolist())
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Returns the layers of each stage that make the slowest stage fastest, head included."""
-        whole = self.span(0, self.seq_len)
-        of_kinds = [self.parts.layer(whole, kind, False).total for kind in range(len(self.parts.layer_kinds))]
-        layers, head = [of_kinds[place] for place in self.parts.places], self.parts.ends(whole)[1].total
+        parts, whole = self.parts, spans_of((self.seq_len,), self.documents, self.parts.windows)
+        seconds: list[Any] = [parts.layer(whole, kind, False).total for kind in range(len(parts.layer_kinds))]
+        of_kinds = [each.item() for each in seconds]
+        layers = [of_kinds[place] for place in parts.places]
+        head = float(np.sum(parts.last * parts.vocabulary(whole)[1].total))
         if len(of_kinds) > 1:
             return tuple(balanced(layers, head, self.num_stages))
         others = self.num_stages - 1
@@ -193,10 +175,6 @@ class PackedRow(NamedTuple):
         """Tokens of each segment, a tuple by leaf where leaves share a segment, as ``engine.step`` takes them."""
         return self.sizes if self.parts is None else tuple(part[0] if len(part) == 1 else part for part in self.parts)
 
-    def spans_in(self, windows: Sequence[int] = ()) -> Span:
-        """Returns the spans of the segments, for layers with the given windows."""
-        return spans_of(self.sizes, self.documents, windows, self.parents, self.parts)
-
 
 @dataclass(frozen=True)
 class RankBytes:
@@ -209,6 +187,7 @@ class RankBytes:
         receive: places of incoming messages.
         workspace: temporary bytes of one unit.
         reserve: the allocator's share, and memory held beside tensors.
+        total: sum of all others.
     """
 
     static: int
@@ -218,12 +197,7 @@ class RankBytes:
     receive: int
     workspace: int
     reserve: int
-
-    @cached_property
-    def total(self) -> int:
-        """Sum of all fields."""
-        held = self.static + self.activations + self.kv + self.kv_gradients
-        return held + self.receive + self.workspace + self.reserve
+    total: int
 
 
 class Price:
@@ -242,6 +216,8 @@ class Price:
         shard_seconds: tables of the seconds of S, T, E and G of a vocabulary over the ranks; {} for rows or without
             such passes.
         message_bytes: bytes of a message on one of the devices of a stage, an array [unit].
+        least_bytes: lower bound of the fullest rank's peak under orders that neither recompute nor move units: the mean
+            over the ranks of weights, their training, and activations of the longest micro-batch, or path of a tree.
     """
 
     def __init__(self, cost: CostModel, rows: Sequence[PackedRow], *, is_alike: bool) -> None:
@@ -257,15 +233,21 @@ class Price:
         self.parents = None if is_alike or not any(parents) else parents
         # Whether the cache frees pages as backwards end.
         self._releases = not cost.layout.copies_prefix and 0 < cost.hardware.release_tokens <= self._slot_tokens
-        spans = [row.spans_in(parts.windows) for row in rows]
+        spans = [spans_of(row.sizes, row.documents, parts.windows, row.parents, row.parts) for row in rows]
         span = spans[0] if len(spans) == 1 else arrays_of(spans)
-        self.seconds: Any = cost.source.seconds(span)
-        self.shard_seconds: dict[str, Any] = cost.source.shards(span) if is_alike and parts.spreads else {}
+        self.seconds, shards = cost.source.seconds(span)
+        self.shard_seconds = shards if is_alike and parts.spreads else {}
         self.message_bytes: Any = _whole_bytes(span.tokens * parts.message_bytes)
         # Tables of bytes: saved activations, the part kept until W, and the gradients that I adds for W.
         self._held: Any = _whole_bytes(parts.held(span.tokens))
         if cost.layout.copies_prefix:  # the last copy has all keys
-            self._held[0][:, -1] += _whole_bytes(parts.cached(cost.seq_len)[0])
+            self._held[0][:, -1] += _whole_bytes(parts.cache_bytes[0] * cost.seq_len)
+        row, end = rows[self._longest], self._ends[self._longest]
+        saved, paths = self._held[0][:, end - len(row.sizes) : end].sum(0).tolist(), list[int]()
+        for number, parent in enumerate(row.parents or range(-1, len(saved) - 1)):
+            paths.append(saved[number] + (paths[parent] if parent >= 0 else 0))
+        static = sum(parts.trained_parameters) * parts.trained_bytes + sum(parts.frozen_bytes)
+        self.least_bytes = float((static + (1 + cost.hardware.allocator_reserve) * max(paths)) / cost.num_ranks)
 
     # -- tables
 
@@ -318,20 +300,8 @@ class Price:
         first = [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]
         saved, kept, added = self._held
         most = np.maximum(saved, kept + added)
-        most[:, first] += _whole_bytes(self.cost.parts.cached(self._slot_tokens)[0])[:, None]
+        most[:, first] += _whole_bytes(self.cost.parts.cache_bytes[0] * self._slot_tokens)[:, None]
         return most
-
-    def least_bytes(self) -> float:
-        """Returns a lower bound of the fullest rank's peak under orders that neither recompute nor move units: the mean
-        over the ranks of weights, their training, and activations of the longest micro-batch, or path of a tree."""
-        cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        static = sum(parts.trained_parameters) * parts.trained_bytes + sum(parts.frozen_bytes)
-        begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        of_segments = self._held[0][:, begin:end].sum(0).tolist()
-        parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
-        for parent, saved in zip(parents, of_segments, strict=True):
-            paths.append(saved + (paths[parent] if parent >= 0 else 0))
-        return float((static + (1 + hw.allocator_reserve) * max(paths)) / cost.num_ranks)
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Returns the bytes that units hold. ``staying`` counts tensors of a message's size beside activations: an
@@ -347,18 +317,18 @@ class Price:
         saved, kept, added = self._held
         found: dict[str, Any] = {"staying": np.outer(counts, self.message_bytes)}
         if parts.spreads and self._is_alike:
-            found["shard_logits"] = _whole_bytes(parts.logits(np.array(self.sizes)) / self.cost.num_ranks)
+            found["shard_logits"] = _whole_bytes(parts.logit_bytes * np.array(self.sizes) / self.cost.num_ranks)
         if self._releases:
-            found["kv_rows"], found["kv_gradient_rows"] = map(_whole_bytes, parts.cached(np.array(self.sizes, float)))
+            found["kv_rows"], found["kv_gradient_rows"] = _whole_bytes(np.multiply.outer(parts.cache_bytes, self.sizes))
         elif self._is_alike:  # last copy of a prefix and the copy's gradient, from first to last backward
-            copies = 2 * layout.copies_prefix * parts.cached(self.cost.seq_len)[0]
+            copies = 2 * layout.copies_prefix * parts.cache_bytes[0] * self.cost.seq_len
             found["kv_gradients"] = _whole_bytes(copies).tolist()
         return StepMemory(activations=saved, kept_activations=kept, output_gradients=added, **found)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Returns the bytes of all tensors of a step; :meth:`rank_bytes` adds workspace and the allocator's reserve."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        kv, gradients = parts.cached(self._slot_tokens)
+        kv, gradients = parts.cache_bytes * self._slot_tokens
         if cost.layout.copies_prefix:  # the last copy and the copy's gradient
             kv, gradients = 0.0 * kv, 2 * kv
         return replace(
@@ -372,7 +342,7 @@ class Price:
                 for frozen, n in zip(parts.frozen_bytes, parts.trained_parameters, strict=True)
             ],
             optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parts.trained_parameters],
-            logits=0 if parts.spreads else math.ceil(parts.logits(max(self.sizes))),
+            logits=0 if parts.spreads else math.ceil(parts.logit_bytes * max(self.sizes)),
         )
 
     # -- bytes of ranks
@@ -391,12 +361,13 @@ class Price:
             if schedule.parents is not None:
                 sizes = array("q", self.sizes)
                 tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(P)]
-            of_slots = np.array(parts.cached(np.array(tokens, float)))  # [2, stage, rank]
+            of_slots = np.multiply.outer(parts.cache_bytes, tokens)  # [2, stage, rank]
             for stages in zip(*stages_of, strict=True):  # one stage of each rank, with slots for the stage's own peak
                 counted: Any = np.array([int(stage in stages) for stage in range(schedule.num_stages)])
                 live_slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
                 slots += np.array([live_slots.kv, live_slots.kv_gradients]) * of_slots[:, list(stages), list(range(P))]
-        work = np.array(parts.work(max(self.sizes), stages_of))
+        of_stages: Any = np.maximum(parts.least_work, parts.work_bytes * max(self.sizes))
+        work = np.array([max(of_stages[stages]) for stages in stages_of])
         if cost.layout.tensor > 1:  # gathered whole hidden states, inputs and outputs of a unit's collectives
             whole = max(self.sizes) / cost.layout.context * cost.model.hidden * hw.element_bytes
             layers = np.array([max(cost.layers[stage] for stage in stages) for stages in stages_of])
@@ -415,12 +386,12 @@ class Price:
             tables = [held, *(held * (np.array(self.sizes) == length) for length in lengths)]
             joint, *alone = (schedule.peak_memory(StepMemory(activations=table)).activations for table in tables)
             if cost.layout.copies_prefix:
-                copies = parts.cached(sum(list(itertools.accumulate(self.sizes))[1:-1]))[0].max()
+                copies = (parts.cache_bytes[0] * sum(list(itertools.accumulate(self.sizes))[1:-1])).max()
             reserve += _whole_bytes(hw.length_pools * (np.sum(alone, axis=0) - joint + copies))
         fields = live - rows - gradient_rows, kv + rows, gradients + gradient_rows, receive, work, reserve
         trained, frozen = (np.bincount(rank_of_stage, each) for each in (parts.trained_parameters, parts.frozen_bytes))
-        static = _whole_bytes(trained * parts.trained_bytes + frozen)
-        return list(map(RankBytes, *[field.tolist() for field in (static, *fields)]))
+        columns = np.array([_whole_bytes(trained * parts.trained_bytes + frozen), *fields])
+        return list(map(RankBytes, *columns.tolist(), columns.sum(0).tolist()))
 
 
 def _whole_bytes(size: Any) -> Any:

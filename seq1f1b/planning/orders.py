@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seq1f1b.flat import whole
-from seq1f1b.plan import Layout, Plan, StepLength, plain
+from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.result import Uncertain
@@ -98,18 +98,12 @@ class Orders(NamedTuple):
     is_quick: bool = False  # tries one order for each cap, and one level: a first look at a searched order
     is_whole: bool = False  # tries whole backwards alone; the last order counts recomputation even in a first look
 
-    def run(self, schedule: Schedule) -> list[Simulation]:
-        """Simulates the order with the steps of each length."""
+    def run(self, schedule: Schedule) -> tuple[float, list[Simulation]]:
+        """Simulates the order with the steps of each length. Returns the mean seconds, and all simulations."""
         costs = (price.costs(schedule, moves="L" in schedule.kinds) for price in self.prices)
-        return [schedule.simulate(each, **self.steps) for each in costs]
-
-    def mean(self, values: Iterable[float]) -> float:
-        """Returns the mean over the steps of values given for each length."""
-        return sum([each.share * value for each, value in zip(self.lengths, values, strict=True)])
-
-    def seconds(self, schedule: Schedule) -> float:
-        """Returns the seconds of a step, the mean over the lengths."""
-        return self.mean([run.makespan if run.period is None else run.period for run in self.run(schedule)])
+        runs = [schedule.simulate(each, **self.steps) for each in costs]
+        seconds = [run.makespan if run.period is None else run.period for run in runs]
+        return statistics.fmean(seconds, [each.share for each in self.lengths]), runs
 
     def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> BuiltOrder:
         """Returns the order with the bytes of each rank, the most over all lengths."""
@@ -149,11 +143,11 @@ class Orders(NamedTuple):
         price, cap = self.prices[-1], self.cap
         takes_cap = "cap_bytes" in self.family.options and cap < math.inf
         held, options = price.held_bytes(), self._ways()
-        if takes_cap and price.least_bytes() > cap:  # no order fits: room for a single micro-batch holds about least
+        if takes_cap and price.least_bytes > cap:  # no order fits: room for a single micro-batch holds about least
             return self.make(options[-1] | {"unit_bytes": held, "cap_bytes": self._one_microbatch()})
         choices = list(map(self.make, options))
         if len(choices) > 1:
-            choices.sort(key=lambda made: (made.peak > cap, self.seconds(made.schedule), made.peak))
+            choices.sort(key=lambda made: (made.peak > cap, self.run(made.schedule)[0], made.peak))
         made = choices[0]
         if made.peak <= cap or not takes_cap:
             return made
@@ -232,7 +226,7 @@ class Orders(NamedTuple):
 
     def _place(self, made: BuiltOrder) -> tuple[float, int]:
         """Returns the sort key of an order: seconds if the order fits, else infinity, and then bytes."""
-        return self.seconds(made.schedule) if made.peak <= self.cap else math.inf, made.peak
+        return self.run(made.schedule)[0] if made.peak <= self.cap else math.inf, made.peak
 
     def _ways(self) -> list[dict[str, Any]]:
         """Returns the options to try, each with costs: split backwards, and whole backwards with the seconds of B,
@@ -275,18 +269,10 @@ class Rated:
     sort_key: tuple[int, int] = (0, 0)  # by time, and by memory where times differ by less than about 0.2 %
     least: int = 0  # bytes of the order with the least memory if no order fits, else 0
 
-    def is_alike(self, other: Rated) -> bool:
-        """Returns whether the two candidates differ only in the split, or only in the family's name."""
-        mine, its = self.candidate, other.candidate._replace(mix=self.candidate.mix)
-        if mine == its:
-            return True
-        counts = mine._replace(family=its.family, remedies=its.remedies)
-        return counts == its and self.made.schedule == other.made.schedule
-
     def uncertain(self, hardware: Hardware) -> tuple[Uncertain, ...]:
         """Returns the machine's uncertain numbers that change the step, largest change first, each varied alone."""
         schedule, orders, terms = self.made.schedule, self.orders, list[Uncertain]()
-        seconds = orders.seconds(schedule)
+        seconds, _ = orders.run(schedule)
         for name, ends in hardware.spread.items():
             if name in _UNCERTAIN_BYTES and "L" not in schedule.kinds:  # the seconds of moves alone depend on bytes
                 continue
@@ -295,7 +281,7 @@ class Rated:
                 changed: dict[str, Any] = {name: end}
                 machine = replace(hardware, **changed)
                 prices = [price.cost.on(machine).price(price.sizes) for price in orders.prices]
-                changes.append(orders._replace(prices=prices).seconds(schedule) - seconds)
+                changes.append(orders._replace(prices=prices).run(schedule)[0] - seconds)
             if any(changes):
                 terms.append(Uncertain(name, *ends, *changes))
         return tuple(sorted(terms, key=lambda term: -max(map(abs, term[3:]))))
@@ -310,7 +296,7 @@ class Rated:
         cost = price.cost
         ends: dict[str, Any] = {name: spread[name][1] for name in _UNCERTAIN_BYTES if name in spread}
         high = cost.on(replace(hardware, **ends)).price(price.sizes).rank_bytes(made.schedule)
-        sequences = orders.num_microbatches * cost.layout.data
+        sequences, tables = orders.num_microbatches * cost.layout.data, price.seconds._asdict() | price.shard_seconds
         lengths = [
             StepLength(
                 **each._asdict(),
@@ -321,6 +307,10 @@ class Rated:
             )
             for each, price, period in zip(orders.lengths, orders.prices, self.periods, strict=True)
         ]
+        options = {
+            name: [np.asarray(each).tolist() for each in value] if isinstance(value, (list, np.ndarray)) else value
+            for name, value in made.options.items()
+        }
         return Plan(
             model=cost.model,
             hardware=hardware.name,
@@ -337,14 +327,14 @@ class Rated:
             low=max(0.0, (1 - faster) * self.seconds),
             high=(1 + slower) * self.seconds,
             bubble=self.bubble,
-            tokens_per_second=sequences * orders.mean([each.tokens for each in orders.lengths]) / self.seconds,
+            tokens_per_second=sequences * sum(each.share * each.tokens for each in orders.lengths) / self.seconds,
             peak=tuple([rank.total for rank in made.ranks]),
             peak_high=tuple([rank.total for rank in high]),
             cap=int(orders.cap),
             optimizer_sync=orders.steps["optimizer_sync"],
-            options=plain(made.options),
+            options=options,
             prefetch=made.schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=made.schedule.cell_kinds() if made.schedule.kinds & {"R", "L"} else (),
-            spread=plain(price.seconds._asdict() | price.shard_seconds) if price.shard_seconds else {},
+            spread={name: table.tolist() for name, table in tables.items()} if price.shard_seconds else {},
         )

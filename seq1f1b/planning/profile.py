@@ -13,7 +13,7 @@ import numpy as np
 
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
-from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of, spans_between
+from seq1f1b.seconds import PASSES, Fit, PassSeconds, pairs_of, spans_of
 from seq1f1b.table import table_text
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile"]
@@ -149,7 +149,7 @@ class Profile(_File):
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Returns the seconds of F and B of the whole model for each of ``num_pieces`` equal pieces of a sequence,
         without floors, so that pieces add up to segments."""
-        spans = spans_between((seq_len,), [seq_len * i // num_pieces for i in range(num_pieces + 1)])
+        spans = spans_of([seq_len * (i + 1) // num_pieces - seq_len * i // num_pieces for i in range(num_pieces)])
         counts = {"layer": self.model.layers, "embedding": 1, "head": 1}
         costs: Any = sum(
             counts[name] * part.seconds(spans.tokens, spans.pairs, floor=False).total

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from seq1f1b.families import families_named
 from seq1f1b.flat import whole
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
@@ -142,17 +143,11 @@ def search_plans(
         ways += [("none", (remedy,)) for remedy in REMEDIES if remedy in remedies]
         ways += [("none", REMEDIES)] * (len(set(remedies)) > 1)
 
-    def candidates(counts: Sequence[int]) -> list[Candidate]:
-        """Returns all wanted candidates with the given numbers of segments."""
-        return [
-            Candidate(family, v, k, 1.0, kind, balance, way, layout.vocabulary)
-            for family, v, k in itertools.product(tries, stages_per_rank, counts)
-            if names or (k == 1) != family.has_segments
-            for kind, way in ways
-            for balance in search.balances
-        ]
-
-    search.try_all(candidates, tried, shortest if segments is None else 0)
+    anyhow = [
+        Candidate(family, v, 0, 1.0, kind, balance, way, layout.vocabulary)
+        for family, v, (kind, way), balance in itertools.product(tries, stages_per_rank, ways, search.balances)
+    ]
+    search.try_all(anyhow, tried, shortest if segments is None else 0, with_any=bool(names))
     if not names:
         search.is_quick = True  # until the best order is refined
         search.consider(search.instead(family=families_named(["auto"])[0]))
@@ -204,16 +199,15 @@ class _Search:
         self._left_of_auto = _MOST_OF_AUTO
         # Results shared by candidates. Orders are large, so only the last stay.
         self.cost, self.price = cache(self._cost), cache(self._price)
-        self.bound, self.look = cache(self._bound), cache(self._look)
+        self.look = cache(self._look)
         self._made: Callable[[Candidate, bool], BuiltOrder] = lru_cache(4)(
             lambda candidate, is_quick: self.look(candidate).orders._replace(is_quick=is_quick).within_cap()
         )
-        self.longest = self.lengths[-1].seq_len
-        seconds = []  # of all layers, of a run's steps of each length
+        self.longest, self.shares = self.lengths[-1].seq_len, [each.share for each in self.lengths]
+        seconds = []  # of whole sequences in all stages, by share of a run's steps of each length
         for each in self.lengths:
             cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, each.seq_len)
-            whole, counts = cost.span(0, cost.seq_len), cost.parts.counts.sum(0).tolist()
-            seconds.append(each.share * sum(n * cost.parts.layer(whole, kind).total for kind, n in enumerate(counts)))
+            seconds.append(each.share * cost.price([each.seq_len]).seconds.total.sum())
         # Values of Candidate.balance to try: the longest sequence, the length that takes most of a run's time, and 0.
         self.balances = tuple(dict.fromkeys((self.longest, self.lengths[seconds.index(max(seconds))].seq_len, 0)))
 
@@ -226,40 +220,41 @@ class _Search:
         counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": seq_len}
         return CostModel(self.model, self.hardware, layout=layout, **counts)
 
-    def _price(self, k: int, mix: float, *of_cost: Any) -> Price:
-        cost, step = self.cost(*of_cost), math.lcm(self.layout.tensor * self.layout.context, 128)
-        return cost.price(cost.split(k, mix=mix, multiple_of=1 if cost.seq_len < 8 * step * k else step))
-
-    def _bound(self, price: Price, splits: bool) -> float:
-        """Returns a lower bound of the seconds of every order. splits: whether an order may split backwards.
+    def _price(self, k: int, mix: float, *of_cost: Any) -> tuple[Price, list[float]]:
+        """Returns the price of k segments, and lower bounds of the seconds of orders without split backwards and with.
 
         A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
         add to the work of a stage the first segment's way down to the stage and the way back up.
         """
-        forward, inputs, weight, backward, _ = price.seconds
-        # Seconds of a backward, and the part of the seconds on the way up: a separate W is off the way.
-        way_up = backward
-        if splits:  # an order may split some backwards and run others whole
-            backward, way_up = np.minimum(backward, inputs + weight), np.minimum(backward, inputs)
-        optimizer, M = np.array(price.cost.parts.optimizer_seconds), self.num_microbatches
-        down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
+        cost, step, bounds = self.cost(*of_cost), math.lcm(self.layout.tensor * self.layout.context, 128), []
+        step = 1 if cost.seq_len < 8 * step * k else step
+        sizes = partition_sequence(cost.seq_len, k, strategy="profiled", profile=cost, mix=mix, multiple_of=step)
+        price = cost.price(sizes)
+        forward, inputs, weight, whole, _ = price.seconds
+        optimizer, M = np.array(cost.parts.optimizer_seconds), self.num_microbatches
         shards = sum(table[0].sum() for table in price.shard_seconds.values())  # of a rank, in one micro-batch
-        mean = (down.sum() + back.sum() + optimizer.sum()) / self.num_ranks + M * shards
-        least = max(mean, (optimizer + down + back).max())
-        if self.optimizer_sync:
-            way = optimizer[0] + forward[:, 0].cumsum() - forward[:, 0] + way_up[:, 0].cumsum() - way_up[:, 0]
-            least = max(least, (way + down + up).max())
-        return float(least)
+        # Seconds of a backward, and the part of the seconds on the way up: a separate W is off the way. An order may
+        # split some backwards and run others whole.
+        split = np.minimum(whole, inputs + weight), np.minimum(whole, inputs)
+        for backward, way_up in ((whole, whole), split):
+            down, back, up = (M * table.sum(axis=1) for table in (forward, backward, way_up))
+            mean = (down.sum() + back.sum() + optimizer.sum()) / self.num_ranks + M * shards
+            least = max(mean, (optimizer + down + back).max())
+            if self.optimizer_sync:
+                way = optimizer[0] + forward[:, 0].cumsum() - forward[:, 0] + way_up[:, 0].cumsum() - way_up[:, 0]
+                least = max(least, (way + down + up).max())
+            bounds.append(float(least))
+        return price, bounds
 
     def _look(self, candidate: Candidate) -> Rated:
         """Returns the prices and bounds of a candidate, without an order."""
         family, v, k, mix, inside, balance, remedies, vocabulary = candidate
-        prices = [self.price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
-        bounds = [self.bound(price, family.splits_backward) for price in prices]
+        of_lengths = [self.price(k, mix, v, inside, balance, vocabulary, each.seq_len) for each in self.lengths]
+        prices, bounds = [price for price, _ in of_lengths], [least[family.splits_backward] for _, least in of_lengths]
         steps = {"steps": STEPS[self.optimizer_sync], "optimizer_sync": self.optimizer_sync}
         orders = Orders(family, prices, self.num_microbatches, self.cap, remedies, self.lengths, steps)
         units = 2 * self.num_ranks * v * self.num_microbatches * k
-        return Rated(candidate, orders, bounds, orders.mean(bounds), units)
+        return Rated(candidate, orders, bounds, fmean(bounds, self.shares), units)
 
     # -- the loop: build, fit, simulate, keep
 
@@ -299,7 +294,7 @@ class _Search:
             if known.bound >= (min(limit, fitting[-1].seconds) if len(fitting) >= self.best else limit):
                 self._told.append(known)
                 continue
-            if fitting and not candidate.remedies and (least := known.orders.prices[-1].least_bytes()) > self.cap:
+            if fitting and not candidate.remedies and (least := known.orders.prices[-1].least_bytes) > self.cap:
                 self._told.append(replace(known, least=math.ceil(least)))
                 continue
             found = self.priced(known)
@@ -310,8 +305,13 @@ class _Search:
             self._told.append(found)
             if found.least:
                 continue
-            alike = [other for other in fitting if other.is_alike(found)]
-            if all(other.sort_key > found.sort_key for other in alike):  # else another split or name is as good
+            alike = []  # plans that differ only in the split, or only in the family's name
+            for other in fitting:
+                its = other.candidate._replace(mix=candidate.mix)
+                renamed = its._replace(family=candidate.family, remedies=candidate.remedies)
+                if its == candidate or (renamed == candidate and other.made.schedule == found.made.schedule):
+                    alike.append(other)
+            if all(other.sort_key > found.sort_key for other in alike):
                 kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
                 self.fitting = [each for each in kept[: self.best] if each.seconds <= self.within * kept[0].seconds]
 
@@ -326,77 +326,83 @@ class _Search:
                 return None
             choices = [orders.fit(made)]
             if choices[0].peak > self.cap:
-                schedule = made.schedule.replace(prefetch=1)  # fewer receive places: one beyond the order's need
-                if schedule.places != made.schedule.places:
-                    choices.append(orders.fit(orders.with_bytes(schedule, made.options)))
+                # Fewer receive places: one beyond the order's need.
+                smaller = orders.with_bytes(made.schedule.replace(prefetch=1), made.options)
+                if smaller.ranks != made.ranks:
+                    choices.append(orders.fit(smaller))
         tried = [replace(known, made=made, least=made.peak if made.peak > self.cap else 0) for made in choices]
         for found, made in zip(tried, choices, strict=True):
             if found.least:
                 continue
             self.num_simulated += 1
-            runs = orders.run(made.schedule)
+            _, runs = orders.run(made.schedule)
             # Steps in a row settle slowly: the period of a few simulated steps may lie below the bound.
             found.periods = [max(run.period or 0.0, bound) for bound, run in zip(found.bounds, runs, strict=True)]
-            found.seconds = orders.mean(found.periods)
+            found.seconds = fmean(found.periods, self.shares)
             optimizer = [sum(price.cost.parts.optimizer_seconds) for price in orders.prices]
             work = [sum(run.busy) + seconds for run, seconds in zip(runs, optimizer, strict=True)]
-            found.bubble = 1 - orders.mean(work) / self.num_ranks / found.seconds
+            found.bubble = 1 - fmean(work, self.shares) / self.num_ranks / found.seconds
             found.sort_key = round(math.log(found.seconds) / LEAST_GAIN), made.peak
         return min(tried, key=lambda each: (each.seconds, each.least))
 
     # -- what to try
 
     def try_all(
-        self, candidates: Callable[[Sequence[int]], list[Candidate]], segments: Sequence[int], shortest: int
+        self, candidates: Sequence[Candidate], segments: Sequence[int], shortest: int, *, with_any: bool
     ) -> None:
         """Tries the candidates, lowest bound first, then more segments, then further splits of the best.
 
         Args:
+            candidates: with any number of segments.
+            segments: numbers of segments to try first.
             shortest: tokens of the shortest sequence, the most segments to try; 0: no more segments than in
                 ``segments``.
+            with_any: whether a family is tried with every number, or segments only if the source has them.
         """
-        first = self.allowed(candidates(segments))
-        self.consider(first)
-        k, most = max(segments), 0
+        most = 0
         if shortest:  # a segment fills the device if it takes at most twice a long segment's time per token
             sizes = np.array([1 << i for i in range(5, 21)], float)
             cost = self.cost(1, self.layout.inside, 0, self.layout.vocabulary, self.longest)
             span = Span(sizes, 0.0 * sizes, sizes, (0.0 * sizes,) * len(cost.parts.windows))
-            rates = cost.source.seconds(span).total[0] / sizes
-            most = min(shortest, max(k, self.longest // int(sizes[np.argmax(rates <= 2 * rates[-1])])))
-        while 2 * k <= most and self._goes_on(k):
-            k *= 2
-            wanted = candidates([k])
-            most_remedies = max(len(each.remedies) for each in wanted)  # one alone rarely beats both, and costs as much
-            wanted = [each for each in wanted if len(each.remedies) in (0, most_remedies)]
-            self.consider(self.allowed(wanted), _MOST_OF_ROUND)
+            rates = cost.source.seconds(span)[0].total[0] / sizes
+            filled = self.longest // int(sizes[np.argmax(rates <= 2 * rates[-1])])
+            most = min(shortest, max(*segments, filled))
+        counts, limit = list(segments), math.inf
+        all_remedies = max((len(each.remedies) for each in candidates), default=0)
+        while counts:
+            k = max(counts)
+            tried = self.allowed(
+                [
+                    each._replace(num_segments=count)
+                    for each, count in itertools.product(candidates, counts)
+                    if with_any or (count == 1) != each.family.has_segments
+                    # Later only both remedies: one alone rarely beats both, and costs as much.
+                    if limit == math.inf or len(each.remedies) in (0, all_remedies)
+                ]
+            )
+            self.consider(tried, limit)
+            known = [told for told in self._told if told.periods]
+            own = min((told.seconds for told in known if told.candidate.num_segments == k), default=math.inf)
+            fewer = min((told.seconds for told in known if told.candidate.num_segments < k), default=math.inf)
+            # More segments may help if no candidate fits, or if k segments beat fewer segments.
+            helps = not self.fitting or own <= fewer * (1 - LEAST_GAIN)
+            counts, limit = [2 * k] if helps and 2 * k <= most else [], _MOST_OF_ROUND
         if not self.fitting:  # equal lengths need less memory: with equal times the first segment is by far the longest
-            last = first if k == max(segments) else self.allowed(candidates([k]))
-            self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
+            self.consider([each._replace(mix=0.0) for each in tried if each.num_segments > 1])
         if not self.fitting:
             raise ValueError(self._explain_nothing())
         if shortest and k > 4:
             numbers = [(each.candidate, k * each.candidate.num_segments // 4) for each in self.fitting for k in (3, 6)]
             between = [each._replace(num_segments=k) for each, k in numbers if 4 < k <= most]
             self.consider(self.allowed(between), _MOST_OF_ROUND // 2)
-        self.consider(self._mixed(self.best, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
-        for finer in _FINER if shortest else ():
+        limit = _MOST_OF_ROUND // 2 if shortest else math.inf
+        for step in (0.0, *_FINER) if shortest else (0.0,):
             mix = self.fitting[0].candidate.mix
-            self.consider(self._mixed(1, (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
-
-    def _goes_on(self, k: int) -> bool:
-        """Returns whether more than k segments may help: no candidate fits, or k segments beat fewer segments."""
-        if not self.fitting:
-            return True
-        known = [told for told in self._told if told.periods]
-        own = min((told.seconds for told in known if told.candidate.num_segments == k), default=math.inf)
-        fewer = min((told.seconds for told in known if told.candidate.num_segments < k), default=math.inf)
-        return own <= fewer * (1 - LEAST_GAIN)
-
-    def _mixed(self, most: int, mixes: Sequence[float]) -> list[Candidate]:
-        """Returns the best ``most`` candidates with splits of the given mixes."""
-        cut = [each.candidate for each in self.fitting[:most] if each.candidate.num_segments > 1]
-        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
+            mixes = (mix - step, mix + step) if step else _MIXES
+            cut = [each.candidate for each in self.fitting[: 1 if step else self.best]]
+            other = [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
+            self.consider([each for each in other if each.num_segments > 1], limit)
+            limit = _MOST_OF_ROUND // 4
 
     def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
         """Returns up to ``most`` changed candidates of the best plans that may gain; units of ``auto`` are limited."""

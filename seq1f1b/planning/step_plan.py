@@ -226,7 +226,7 @@ def plan_step(
                 least = min(least, made.peak)
                 if made.peak > limit:
                     continue
-                (run,) = orders.run(made.schedule)
+                _, (run,) = orders.run(made.schedule)
                 if found is None or run.makespan < found.seconds:
                     of_rows = tuple([row.indices for row in rows]), tuple([row.segment_sizes for row in rows])
                     found = StepPlan(tokens, *of_rows, made.schedule, tuple(made.ranks), run, price)

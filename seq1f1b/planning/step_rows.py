@@ -35,7 +35,7 @@ class Rates(NamedTuple):
         tokens, pairs, windows = 1 << 20, 1 << 30, cost.parts.windows
         none, near = (0.0,) * len(windows), tuple(min(pairs, pairs_of((tokens,), 0, tokens, w)) for w in windows)
         spans = [Span(tokens, 0, tokens, none), Span(2 * tokens, 0, tokens, none), Span(tokens, pairs, tokens, near)]
-        found = cost.source.seconds(arrays_of(spans))
+        found, _ = cost.source.seconds(arrays_of(spans))
         once, twice, attending = (found.total.sum(0) / cost.num_stages).tolist()
         return cls((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seq1f1b.flat import whole
-from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
+from seq1f1b.partition import MOST_TOKENS, Layer, ModelShape, has_equal_layers, layers_of
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span
@@ -58,31 +57,52 @@ class ByParts:
         kinds = range(len(self.layer_kinds))
         self.counts: Any = np.array([[own.count(kind) for kind in kinds] for own in of_stages])  # [stage, kind]
         stages = np.arange(len(layers))[:, None]
-        self.first: Any = 1 * (stages == 0)  # the stage with the embedding, [stage, 1]
-        self.last: Any = 1 * (stages == len(layers) - 1)  # the stage with the head
-        self.devices = layout.tensor * layout.context  # share a token's work
         self.spreads = layout.vocabulary == "ranks"
+        # The stages with the whole embedding and the whole head, [stage, 1]; none if all ranks have shards.
+        self.first: Any = (stages == 0) * (1 - self.spreads)
+        self.last: Any = (stages == len(layers) - 1) * (1 - self.spreads)
+        self.devices = layout.tensor * layout.context  # share a token's work
+        # Bytes per second among the neighbouring devices of each group.
+        groups = {"tensor": layout.tensor, "context": self.devices, "expert": layout.expert * self.devices}
+        self._rates = {
+            name: hardware.link_efficiency
+            * (hardware.inside_bandwidth if size <= hardware.node_size else hardware.between_bandwidth)
+            for name, size in (groups | {"data": layout.data * self.devices * num_ranks}).items()
+        }
         self.message_bytes = model.hidden * hardware.element_bytes / self.devices  # of a token, on one of the devices
         self._weight_bits = layout.weight_bits or 8 * hardware.element_bytes
         self._is_frozen = layout.is_frozen
         self._has_w = not self._is_frozen or layout.lora > 0  # matrices save their inputs for W alone
         # A loss that does not contain the head saves an fp32 probability for each word.
         self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / self.devices * 4
-        # By kind of layer: bytes of keys and values, and of the gradients of both, of a token; saved activations of a
-        # token without recomputation; products of q with a key, and of a weight with its value, in whole tiles of
-        # heads; and parameters on one device.
-        self.cache_bytes, self._all_saved = list[tuple[float, float]](), list[float]()
+        # By kind of layer: bytes of activations that a token saves, by recomputation inside of blocks; products of q
+        # with a key, and of a weight with its value, in whole tiles of heads; and parameters on one device.
+        self.saved_bytes = list[dict[str, float]]()
         self._pair_flops, self.layer_parameters = list[float](), list[float]()
-        h, tile = model.hidden, hardware.head_tile
+        h, e, tile = model.hidden, hardware.element_bytes, hardware.head_tile
         for layer in self.layer_kinds:
-            row = layer.keys / self.devices
-            self.cache_bytes.append((row * hardware.element_bytes, row * 4))
-            self._all_saved.append(self._saved_bytes(layer, "none"))
+            # Inputs and outputs of norms, q, attention's output and softmax sums; keys and values are the cache's. Then
+            # gate, up and the product of both, and what the experts get and return.
+            saved = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
+            of_ffn, routed = (
+                e * (2 + self._has_w) * layer.ffn,
+                (layer.experts > 1) * 2 * e * h * layer.experts_per_token,
+            )
+            self.saved_bytes.append({"none": saved + of_ffn + routed, "ffn": saved + routed, "full": e * h})
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
             router, shared_by = (h * layer.experts, layout.expert) if layer.experts > 1 else (0, 1)
             dense = layer.mixer + 3 * h * layer.shared + layer.norms * h + layer.other + router
             self.layer_parameters.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / layout.tensor)
+        # Bytes of a token's logits, temporary: logits, fp32 copy and fp32 gradient, less the saved part.
+        self.logit_bytes = model.vocab / self.devices * (e + 8) - self._saved_logits
+        # By stage, of a token: keys and values, and the gradients of both; temporary bytes of the longest unit, which
+        # are at least another number.
+        keys: Any = self.counts @ [layer.keys / self.devices for layer in self.layer_kinds]
+        self.cache_bytes: Any = np.array([keys * e, keys * 4])
+        again = 0.0 if layout.inside == "none" else max(each["none"] for each in self.saved_bytes) / self.devices
+        self.work_bytes: Any = np.maximum(again, self.last[:, 0] * self.logit_bytes)
+        self.least_work: Any = np.zeros(len(layers))
         # By stage: parameters on one device, all and trained; bytes of frozen weights; seconds for the exposed part of
         # the gradients' reduction, and for the optimizer.
         words, last, self.stage_parameters = h * model.vocab, len(layers) - 1, list[float]()
@@ -101,20 +121,13 @@ class ByParts:
         written, data = hardware.gradient_bytes + hardware.element_bytes, layout.data
         self.trained_bytes = written + hardware.optimizer_bytes / data  # weight, gradient and state of a parameter
         moved, touched = (data - 1) / data * written, (written + 2 * hardware.optimizer_bytes) / data
-        rate = self._link(data * self.devices * num_ranks)
-        of_parameter = hardware.data_exposed * moved / rate + touched / hardware.bandwidth
+        of_parameter = hardware.data_exposed * moved / self._rates["data"] + touched / hardware.bandwidth
         self.optimizer_seconds = [of_parameter * parameters for parameters in self.trained_parameters]
-
-    def _link(self, devices: float) -> float:
-        """Returns the bytes per second among a number of neighbouring devices."""
-        hw = self.hardware
-        return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
 
     # -- seconds
 
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
-        """Returns the seconds of one layer of a kind. floor: False leaves out the costs that do not depend on the
-        unit's length; the rest adds up over segments."""
+        """Returns the seconds of one layer of a kind. floor: see :meth:`seconds`."""
         hw, layer, layout, hidden = self.hardware, self.layer_kinds[kind], self.layout, self.model.hidden
         t, c, e = layout.tensor, layout.context, layout.expert
         tokens, width = span.tokens / self.devices, hidden * hw.element_bytes
@@ -126,16 +139,16 @@ class ByParts:
         products = 3 * hidden * layer.ffn  # numbers in the feed-forward's matrices
         weight = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
         # F writes each saved tensor and the next operation reads it; backward reads the tensor and moves its gradient.
-        traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
+        traffic = hw.saved_moves * self.saved_bytes[kind]["none"] * tokens / hw.bandwidth
         forward = weight + attention + traffic
         # Exchange of tokens with experts, there and back; all-gathers and reduce-scatters of hidden states.
         routed = 0.0
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
-            routed = hw.expert_exposed * moved / self._link(e * self.devices)
+            routed = hw.expert_exposed * moved / self._rates["expert"]
         collectives = collectives_back = routed
         if t > 1:
-            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / self._link(t)
+            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / self._rates["tensor"]
             collectives, collectives_back = _COLLECTIVES * each + routed, _COLLECTIVES_BACK * each + routed
         again = 0.0
         if layout.inside == "full":
@@ -160,7 +173,7 @@ class ByParts:
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
             if c > 1:  # keys and values of the prefix come round the ring of devices, hidden while attention lasts
                 seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / self._link(c * t)
+                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / self._rates["context"]
                 forward = forward + np.maximum(0.0, ring - attention)
                 back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
@@ -189,34 +202,25 @@ class ByParts:
         weight = 0.0 * each if self._is_frozen else each
         return NO_SECONDS, PassSeconds(each, each, weight, each + weight, 0.0 if self.layout.head_in_loss else each)
 
-    def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
-        """Returns the seconds of embedding and head in the first and the last stage: zeros for a spread vocabulary."""
-        return (NO_SECONDS, NO_SECONDS) if self.spreads else self.vocabulary(span, floor)
+    def seconds(self, span: Span, floor: bool = True) -> tuple[Any, dict[str, Any]]:
+        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]; and of S, T, E and G of one rank's
+        share of a head and an embedding over the ranks, arrays by names of :class:`seq1f1b.Costs`.
 
-    def seconds(self, span: Span) -> Any:
-        """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]."""
-        (embedding, head), split = self.ends(span), 1 + self.hardware.split_backward_extra
-        layers, unit = [self.layer(span, kind) for kind in range(len(self.layer_kinds))], 0.0 * span.tokens
+        floor: False leaves out the costs that do not depend on the unit's length; the rest adds up over segments.
+        """
+        (embedding, head), unit = self.vocabulary(span, floor), 0.0 * span.tokens
+        layers = [self.layer(span, kind, floor) for kind in range(len(self.layer_kinds))]
+        split, overhead = 1 + self.hardware.split_backward_extra, floor * self.hardware.unit_overhead
         found = []
         for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # only I and W pay for the split of a backward
             whole = self.first * embedding[i] + self.last * head[i] + unit
             for kind, layer in enumerate(layers):
                 whole = whole + self.counts[:, kind, None] * layer[i]
-            found.append(whole * factor + self.hardware.unit_overhead)
-        return PassSeconds(*found)
-
-    def shards(self, span: Span) -> dict[str, Any]:
-        """Returns the seconds of S, T, E and G of one rank's share of a spread head and embedding, unit overhead
-        included: arrays [stage, unit], by names of :class:`seq1f1b.Costs`."""
-        embedding, head = self.vocabulary(span)
-        whole = {
-            "statistics": head.forward,
-            "loss": head.total - head.forward,
-            "embed": embedding.forward,
-            "embed_gradient": embedding.total - embedding.forward,
-        }
-        unit = 0.0 * self.first + 0.0 * span.tokens
-        return {name: each / self.num_ranks + self.hardware.unit_overhead + unit for name, each in whole.items()}
+            found.append(whole * factor + overhead)
+        shares = {"statistics": head.forward, "loss": head.backward}
+        shares |= {"embed": embedding.forward, "embed_gradient": embedding.backward}
+        shards = {name: 0.0 * found[0] + each / self.num_ranks + overhead for name, each in shares.items()}
+        return PassSeconds(*found), shards
 
     # -- bytes
 
@@ -224,8 +228,8 @@ class ByParts:
         """Returns the bytes that units of so many tokens hold beside the cache, arrays [stage, unit]: saved
         activations, the part kept until W, and the gradients that I adds for W."""
         h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
-        for layer in self.layer_kinds:
-            saved = self._saved_bytes(layer, self.layout.inside)
+        for layer, bytes_of in zip(self.layer_kinds, self.saved_bytes, strict=True):
+            saved = bytes_of[self.layout.inside]
             saved += layer.keys * e if self.layout.copies_prefix else 0.0
             routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
             hidden = min(layer.norms, 2) * h  # inputs, or outputs, of the mixer and of the feed-forward
@@ -245,48 +249,15 @@ class ByParts:
             gradients = self.model.vocab * self.hardware.element_bytes / self.devices * tokens
         return saved * tokens + state + self.last * words, kept * tokens, left * tokens + self.last * gradients
 
-    def work(self, tokens: int, stages_of: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the most temporary bytes of each rank's longest unit. stages_of: the stages of each rank."""
-        work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.devices
-        with_head, last = work if self.spreads else max(work, self.logits(tokens)), len(self.layers) - 1
-        return [with_head if last in stages else work for stages in stages_of]
-
-    def cached(self, tokens: Any) -> tuple[Any, Any]:
-        """Returns the bytes of keys and values, and of the gradients of both: arrays [stage], or [stage, unit] for an
-        array of tokens."""
-        of_kinds = zip(self.counts.T, self.cache_bytes, strict=True)
-        sizes = [[np.multiply.outer(count, tokens * row) for row in rows] for count, rows in of_kinds]
-        keys, gradients = (reduce(operator.add, each) for each in zip(*sizes, strict=True))
-        return keys, gradients
-
-    def logits(self, tokens: Any) -> Any:
-        """Returns the temporary bytes of a unit's logits: logits, fp32 copy and fp32 gradient, less the saved part."""
-        words = self.model.vocab / self.devices
-        return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
-
-    def _saved_bytes(self, layer: Layer, inside: str) -> float:
-        """Returns the activation bytes of one token and layer: inputs and outputs of norms, q, attention's output and
-        softmax sums, gate, up and the product of both. Keys and values are counted with the cache."""
-        h, e = self.model.hidden, self.hardware.element_bytes
-        if inside == "full":
-            return e * h
-        saved: float = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
-        if inside == "none":
-            saved += e * (2 + self._has_w) * layer.ffn
-        if layer.experts > 1:
-            saved += 2 * e * h * layer.experts_per_token  # inputs sent to the experts, and outputs of the experts
-        return saved
-
 
 def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
     """Raises ``ValueError`` unless model, stages and degrees fit, and the documents sum to the sequence."""
-    whole("seq_len", seq_len, 1)
-    model.flops(0, seq_len)  # raises unless shape and length are sound
+    whole("seq_len", seq_len, 1, MOST_TOKENS)
+    layers, _ = layers_of(model)  # raises unless the shape is sound
     if num_stages < 1 or num_stages > model.layers:
         raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
     for name, least in {"tensor": 1, "context": 1, "expert": 1, "data": 1, "lora": 0}.items():
         whole(name, getattr(layout, name), least)
-    layers, _ = layers_of(model)
     if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
         raise ValueError(
             f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
@@ -339,7 +310,12 @@ class ByProfile(ByParts):
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
-        self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
+        self.message_bytes = layer.message_bytes
+        self.cache_bytes = np.outer((layer.kv_bytes, layer.kv_gradient_bytes), layers)
+        # B's gradients of a layer, and of the embedding.
+        self.work_bytes = np.maximum(self.work_bytes, layer.gradient_token_bytes)
+        if hardware.profile.embedding is not None and not self._is_frozen:
+            self.least_work = self.first[:, 0] * hardware.gradient_bytes * model.hidden * model.vocab
         names = PassSeconds._fields
         self._of_layer = PassSeconds(*(runs * getattr(hardware, f"measured_{name}") for name in names))
         self._of_ends = PassSeconds(*[runs * hardware.measured_ends] * len(names))
@@ -351,14 +327,13 @@ class ByProfile(ByParts):
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         profile, factors = self._profile, self._of_ends
-        ends = _scaled(profile.embedding, factors, span, floor), _scaled(profile.head, factors, span, floor)
-        if not self._is_frozen:
-            return ends
-        return NO_SECONDS._replace(forward=ends[0].forward), ends[1]._replace(weight=0.0, backward=ends[1].input)
-
-    def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
-        embedding, head = super().ends(span, floor)
-        return embedding, NO_SECONDS._replace(forward=head.total) if self.layout.head_in_loss else head
+        embedding, head = (_scaled(part, factors, span, floor) for part in (profile.embedding, profile.head))
+        if self._is_frozen:
+            embedding = NO_SECONDS._replace(forward=embedding.forward)
+            head = head._replace(weight=0.0, backward=head.input)
+        if self.layout.head_in_loss and not self.spreads:
+            head = NO_SECONDS._replace(forward=head.total)
+        return embedding, head
 
     # -- bytes
 
@@ -369,14 +344,6 @@ class ByProfile(ByParts):
         units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
         saved, kept, added = (reduce(operator.add, each) for each in zip(*units, strict=True))
         return saved, kept, added
-
-    def work(self, tokens: int, stages_of: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the most temporary bytes of each rank's longest unit: B's gradients of a layer or the embedding, or
-        logits."""
-        is_trained = not self.spreads and not self._is_frozen and self._profile.embedding is not None
-        embedding = is_trained * self.hardware.gradient_bytes * self.model.hidden * self.model.vocab
-        layer, found = self._profile.layer.gradient_token_bytes * tokens, super().work(tokens, stages_of)
-        return [max(work, (0 in stages) * embedding, layer) for work, stages in zip(found, stages_of, strict=True)]
 
 
 def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:

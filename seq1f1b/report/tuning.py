@@ -307,7 +307,7 @@ class Tuner:
             return
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
-        seconds = units.seconds(spans_of(sizes))
+        seconds, _ = units.seconds(spans_of(sizes))
         tables = [table.tolist() for table in (seconds.forward, seconds.input, seconds.weight)]
         for backward in ("whole", "split") if units.splits else ("whole",):
             for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
@@ -347,5 +347,5 @@ def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[Meas
 
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
     """Returns the costs of an order with segments of ``sizes`` tokens."""
-    spans = spans_of(sizes)
-    return Costs(**units.seconds(spans)._asdict(), **units.shards(spans))
+    seconds, shards = units.seconds(spans_of(sizes))
+    return Costs(**seconds._asdict(), **shards)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,8 +17,8 @@ class Known:
 
     layers = (1, 1)
 
-    def seconds(self, span: Span) -> PassSeconds:
-        return PassSeconds(*(np.array([each * span.tokens] * 2) for each in (1.0, 3.0, 5.0, 7.0, 0.5)))
+    def seconds(self, span: Span) -> tuple[PassSeconds, dict[str, Any]]:
+        return PassSeconds(*(np.array([each * span.tokens] * 2) for each in (1.0, 3.0, 5.0, 7.0, 0.5))), {}
 
 
 def fits(**floors: float) -> dict[tuple[str, int], Fit]:
@@ -36,13 +38,13 @@ def fits(**floors: float) -> dict[tuple[str, int], Fit]:
 def test_what_was_not_measured_follows_the_other_source(
     measured: dict[str, float], expected: tuple[float, ...]
 ) -> None:
-    found = np.array(MeasuredUnits(fits(**measured), Known()).seconds(SPAN))[:, :, 0]
-    assert found[:, 0] == pytest.approx(expected) and (found[:, 1] == np.array(Known().seconds(SPAN))[:, 1, 0]).all()
+    found = np.array(MeasuredUnits(fits(**measured), Known()).seconds(SPAN)[0])[:, :, 0]
+    assert found[:, 0] == pytest.approx(expected) and (found[:, 1] == np.array(Known().seconds(SPAN)[0])[:, 1, 0]).all()
 
 
 def test_without_another_source_i_and_w_are_halves_of_b() -> None:
     units = MeasuredUnits(fits(F=2.0, B=14.0))
-    assert np.array(units.seconds(SPAN))[:, 0, 0].tolist() == [2.0, 7.0, 7.0, 14.0, 2.0] and not units.splits
+    assert np.array(units.seconds(SPAN)[0])[:, 0, 0].tolist() == [2.0, 7.0, 7.0, 14.0, 2.0] and not units.splits
     assert units.balance == 0.0
     assert MeasuredUnits(fits(F=2.0, B=14.0, I=8.0, W=7.0)).splits
 
@@ -57,7 +59,7 @@ def test_fitted_units_tell_those_of_another_length() -> None:
             found.append(("S", stage, tokens, pairs, (1.0 + stage) * tokens))
     units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
     assert spans.pairs.tolist() == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
-    assert units.seconds(spans).forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
-    shards = units.shards(spans)
+    assert units.seconds(spans)[0].forward.tolist() == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
+    _, shards = units.seconds(spans)
     assert shards["statistics"].tolist() == [pytest.approx([7.5, 10.5])] * 2
     assert shards["embed"].tolist() == [[0.0, 0.0]] * 2

@@ -128,13 +128,14 @@ DEAR = ideal(attention_forward_efficiency=0.3, attention_backward_efficiency=0.3
 def test_segments_take_the_same_time(shape, machine, tokens, unevenness):
     """A recurrence costs each token alike, a window each token behind its begin; full attention the late ones more."""
     cost = CostModel(shape, machine, num_ranks=2, seq_len=tokens)
-    sizes = cost.split(4)
+    sizes = partition_sequence(cost.seq_len, 4, strategy="profiled", profile=cost)
     assert sum(sizes) == tokens and sizes == sorted(sizes, reverse=True)
     assert (sizes[0] > sizes[-1] + 8) == (LayerKind() in (shape.kinds or (LayerKind(),)))
     seconds = cost.price(sizes).seconds
     units = [sum(column) for column in zip(*seconds.forward, *seconds.backward, strict=True)]
     assert max(units) / min(units) < unevenness
-    assert cost.split(4, mix=0.0, multiple_of=128) == [tokens // 4] * 4
+    equal = partition_sequence(tokens, 4, strategy="profiled", profile=cost, mix=0.0, multiple_of=128)
+    assert equal == [tokens // 4] * 4
     even = partition_sequence(4096, 4, model=MIXED)
     flops = [MIXED.flops(end - n, end) for n, end in zip(even, itertools.accumulate(even), strict=True)]
     assert max(flops) - min(flops) <= 2 * (MIXED.flops(4095, 4096))  # borders lie between tokens
@@ -287,9 +288,9 @@ def test_bytes_of_cache_state_and_experts_by_hand():
     cost = CostModel(MIXED, machine, num_ranks=3, seq_len=40)
     first, _, last = cost.parts.counts.tolist()
     assert (first, last) == ([1, 1, 0], [0, 1, 1])
-    of_first, _, of_last = zip(*cost.parts.cached(10), strict=True)
-    assert of_first == (2 * 10 * 2 * 48 * 2, 2 * 10 * 2 * 48 * 4)  # bf16, gradients in fp32
-    assert of_last == (10 * 2 * 48 * 2, 10 * 2 * 48 * 4)
+    of_first, _, of_last = (10 * cost.parts.cache_bytes).T.tolist()
+    assert of_first == [2 * 10 * 2 * 48 * 2, 2 * 10 * 2 * 48 * 4]  # bf16, gradients in fp32
+    assert of_last == [10 * 2 * 48 * 2, 10 * 2 * 48 * 4]
     held = [cost.parts.held(tokens)[0][2, 0] for tokens in (0, 1, 11)]
     assert held[0] == 4 * 256 + 2 * 48  # the state that a unit of any length hands on
     assert held[1] - held[0] == SAVED["none"] + 2 * (4 * 64 + 130 + 3 * 96)
@@ -310,7 +311,7 @@ def test_simulated_memory_is_the_ranks_bytes(name):
     order = build_schedule(name, num_ranks=3, num_microbatches=5, num_segments=k)
     for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
-        price = cost.price(cost.split(k))
+        price = cost.price(partition_sequence(cost.seq_len, k, strategy="profiled", profile=cost))
         memory = order.simulate(price.costs(order), memory=price.step_memory(order.rank_of_stage)).memory
         for rank, parts in enumerate(price.rank_bytes(order)):
             assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations

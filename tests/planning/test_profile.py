@@ -264,7 +264,8 @@ def test_a_profiled_split_balances_the_measured_cost():
     assert partition_sequence(64, 2, strategy="profiled", profile=profile(), mix=0.0) == [32, 32]
     floors = profile(**dict.fromkeys(("layer", "embedding", "head"), part((1e-5, 0.0, 0.0), (2e-5, 0.0, 0.0))))
     assert partition_sequence(64, 2, strategy="profiled", profile=floors) == [32, 32]
-    assert CostModel(SHAPE, ProfiledHardware.of(floors, MACHINE), num_ranks=2, seq_len=64).split(2) == [32, 32]
+    cost = CostModel(SHAPE, ProfiledHardware.of(floors, MACHINE), num_ranks=2, seq_len=64)
+    assert partition_sequence(64, 2, strategy="profiled", profile=cost) == [32, 32]
     for arguments in ({"strategy": "even"}, {"strategy": "flops"}, {"strategy": "profiled", "costs": [1.0, 2.0]}):
         with pytest.raises(ValueError, match="profile= is for strategy 'profiled', in place of costs="):
             partition_sequence(64, 2, profile=profile(), **arguments)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from slices import slice_of
 
-from seq1f1b import ModelShape, build_schedule
+from seq1f1b import ModelShape, build_schedule, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.compare import compare
 from seq1f1b.planning.cost import CostModel
@@ -29,7 +29,6 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware,
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import LEAST_GAIN, PlanSearch, search_plans
 from seq1f1b.planning.step_plan import plan_step
-from seq1f1b.seconds import spans_of
 
 RECORD = Path(__file__).parent / "recorded_plans.json.gz"
 PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-profile.json"
@@ -191,7 +190,7 @@ def _other_request(number: int) -> Callable[[], Any]:
         if model.vocab and layout.head_in_loss and draw.of(True, False):
             layout = replace(layout, vocabulary="ranks")
         cost = CostModel.balanced(model, machine, stages_per_rank=v, layout=layout, **counts)
-        return lambda: _prices(cost, cost.split(k, mix=draw.of(1.0, 0.5)))
+        return lambda: _prices(cost, k, draw.of(1.0, 0.5))
     layout = replace(layout, copies_prefix=False, documents=None)
     cost = CostModel.balanced(model, machine, stages_per_rank=v, layout=layout, **counts)
     longest = draw.of(600, 2000, 9000)
@@ -208,8 +207,9 @@ def _other_request(number: int) -> Callable[[], Any]:
     return lambda: _step(plan_step(lengths, cost, **options))
 
 
-def _prices(cost: CostModel, sizes: list[int]) -> Any:
-    """Everything that a cost model tells of units in these sizes, under two orders."""
+def _prices(cost: CostModel, k: int, mix: float) -> Any:
+    """Everything that a cost model tells of k segments, under two orders."""
+    sizes = partition_sequence(cost.seq_len, k, strategy="profiled", profile=cost, mix=mix)
     v = cost.num_stages // cost.num_ranks
     kinds = ["seq1f1b", "seq-zb-h1"] if v == 1 else ["seq1f1b-interleaved", "seq-zbv"]
     orders = [
@@ -219,15 +219,14 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
     ]
     placement = orders[0].rank_of_stage
     price, links = cost.price(sizes), cost.links(placement)
-    shards = cost.source.shards(spans_of(sizes, cost.layout.documents))
     told = {
         "sizes": sizes,
         "seconds": price.seconds._asdict(),
-        "shard": shards,
+        "shard": price.shard_seconds,
         "moving": price.moving_seconds() if cost.hardware.tier_bandwidth else None,
         "message": price.message_bytes,
         "held": price.held_bytes(),
-        "least": price.least_bytes(),
+        "least": price.least_bytes,
         "memory": asdict(price.memory(placement)),
         "step memory": asdict(price.step_memory(placement)),
         "links": links[:2],
@@ -260,7 +259,7 @@ def _step(plan: Any) -> Any:
         "held": sums(costs.held_bytes()),
         "message": sums([costs.message_bytes])[0],
         "memory": sums(costs.memory(plan.schedule.rank_of_stage).activations),
-        "least": costs.least_bytes(),
+        "least": costs.least_bytes,
     }
 
 

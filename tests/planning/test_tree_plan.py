@@ -19,6 +19,7 @@ from seq1f1b.data import PrefixTrees, TreeShape
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step
+from seq1f1b.seconds import spans_of
 from seq1f1b.testing import run_ranks
 
 MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
@@ -55,7 +56,7 @@ def check_row(tree: TreeShape, row: PackedRow, tokens: list[int], packs: bool) -
     assert tuple(map(sum, row.parts)) == row.sizes and row.parents[0] == -1
     ends: list[list[int]] = []  # the path up to each segment's end
     at = 0
-    spans = row.spans_in()
+    spans = spans_of(row.sizes, row.documents, (), row.parents, row.parts)
     for part, parent, spanned, pairs in zip(row.parts, row.parents, spans.tokens, spans.pairs, strict=True):
         assert len(part) == 1 or packs
         path = ends[parent] if parent >= 0 else []
@@ -240,9 +241,9 @@ def test_what_a_nested_order_holds_is_enough(num_ranks: int) -> None:
     trees, cost = [TreeShape.of_prompt(512, [128] * 16)] * 2, cost_of(num_ranks)
     nested = plan_step(trees, cost, unit_tokens=300)
     peak = max(rank.total for rank in nested.ranks)
-    assert nested.costs.least_bytes() <= sum(rank.total for rank in nested.ranks) / num_ranks
+    assert nested.costs.least_bytes <= sum(rank.total for rank in nested.ranks) / num_ranks
     found = plan_step(trees, cost, unit_tokens=300, schedule="auto", memory=peak)
     assert found.remedied == 0 and max(rank.total for rank in found.ranks) <= peak
     whole = plan_step(trees, cost, unit_tokens=300, schedule="gpipe")
-    assert whole.costs.least_bytes() == nested.costs.least_bytes()
+    assert whole.costs.least_bytes == nested.costs.least_bytes
     assert max(rank.total for rank in whole.ranks) > 1.2 * peak, "else trees as a whole would have fitted, too"
