@@ -64,11 +64,9 @@ class ByParts:
         self.devices = layout.tensor * layout.context  # share a token's work
         # Bytes per second among the neighbouring devices of each group.
         groups = {"tensor": layout.tensor, "context": self.devices, "expert": layout.expert * self.devices}
-        self._rates = {
-            name: hardware.link_efficiency
-            * (hardware.inside_bandwidth if size <= hardware.node_size else hardware.between_bandwidth)
-            for name, size in (groups | {"data": layout.data * self.devices * num_ranks}).items()
-        }
+        groups["data"] = layout.data * self.devices * num_ranks
+        near, far = (hardware.link_efficiency * x for x in (hardware.inside_bandwidth, hardware.between_bandwidth))
+        self._rates = {name: near if size <= hardware.node_size else far for name, size in groups.items()}
         self.message_bytes = model.hidden * hardware.element_bytes / self.devices  # of a token, on one of the devices
         self._weight_bits = layout.weight_bits or 8 * hardware.element_bytes
         self._is_frozen = layout.is_frozen
@@ -84,10 +82,8 @@ class ByParts:
             # Inputs and outputs of norms, q, attention's output and softmax sums; keys and values are the cache's. Then
             # gate, up and the product of both, and what the experts get and return.
             saved = e * ((1 + self._has_w) * layer.norms * h + layer.kept) + 4 * layer.heads
-            of_ffn, routed = (
-                e * (2 + self._has_w) * layer.ffn,
-                (layer.experts > 1) * 2 * e * h * layer.experts_per_token,
-            )
+            of_ffn = e * (2 + self._has_w) * layer.ffn
+            routed = 2 * e * h * layer.experts_per_token if layer.experts > 1 else 0.0
             self.saved_bytes.append({"none": saved + of_ffn + routed, "ffn": saved + routed, "full": e * h})
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
@@ -105,24 +101,22 @@ class ByParts:
         self.least_work: Any = np.zeros(len(layers))
         # By stage: parameters on one device, all and trained; bytes of frozen weights; seconds for the exposed part of
         # the gradients' reduction, and for the optimizer.
-        words, last, self.stage_parameters = h * model.vocab, len(layers) - 1, list[float]()
-        for stage, counts in enumerate(self.counts.tolist()):
-            of_layers = sum(map(operator.mul, counts, self.layer_parameters))
-            ends: float = (1 if model.tied and last == 0 else (stage == 0) + (stage == last)) * words
-            if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
-                ends = (stage < self.num_ranks) * ((2 - model.tied) * words / self.num_ranks)
-            self.stage_parameters.append(of_layers + ends / layout.tensor)
+        copies: Any = self.first + self.last - (model.tied and len(layers) == 1)
+        if self.spreads:  # a shard of embedding and head, counted for the first stage of every rank
+            copies = (stages < num_ranks) * (2 - model.tied) / num_ranks
+        parameters: Any = self.counts @ self.layer_parameters + copies[:, 0] * h * model.vocab / layout.tensor
+        self.stage_parameters: list[float] = parameters.tolist()
         self.trained_parameters, self.frozen_bytes = self.stage_parameters, [0.0] * len(layers)
         if self._is_frozen:
             adapters = [layout.lora * self._adapted(layer) / layout.tensor for layer in self.layer_kinds]
-            self.trained_parameters = [float(sum(map(operator.mul, own, adapters))) for own in self.counts.tolist()]
+            self.trained_parameters = list(map(float, self.counts @ adapters))
             scale = 0.5 * (layout.weight_bits in (4, 8))  # a block of 64 weights has a scale in float32
             self.frozen_bytes = [n * (self._weight_bits + scale) / 8 for n in self.stage_parameters]
         written, data = hardware.gradient_bytes + hardware.element_bytes, layout.data
         self.trained_bytes = written + hardware.optimizer_bytes / data  # weight, gradient and state of a parameter
         moved, touched = (data - 1) / data * written, (written + 2 * hardware.optimizer_bytes) / data
         of_parameter = hardware.data_exposed * moved / self._rates["data"] + touched / hardware.bandwidth
-        self.optimizer_seconds = [of_parameter * parameters for parameters in self.trained_parameters]
+        self.optimizer_seconds = [of_parameter * n for n in self.trained_parameters]
 
     # -- seconds
 
