@@ -143,11 +143,11 @@ def search_plans(
         ways += [("none", (remedy,)) for remedy in REMEDIES if remedy in remedies]
         ways += [("none", REMEDIES)] * (len(set(remedies)) > 1)
 
-    anyhow = [
+    wanted = [
         Candidate(family, v, 0, 1.0, kind, balance, way, layout.vocabulary)
         for family, v, (kind, way), balance in itertools.product(tries, stages_per_rank, ways, search.balances)
     ]
-    search.try_all(anyhow, tried, shortest if segments is None else 0, with_any=bool(names))
+    search.try_all(wanted, tried, shortest if segments is None else 0, with_any=bool(names))
     if not names:
         search.is_quick = True  # until the best order is refined
         search.consider(search.instead(family=families_named(["auto"])[0]))
