@@ -101,7 +101,7 @@ SHORT: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
 ELSEWHERE = {  # in the other tests of this file; gpu in test_gpu_benchmark.py
     *("pipeline", "split", "attention", "lengths", "gpu"),
 }
-SHARED = {"arms", "common", "decoder", "sharing", "torch_attention"}
+SHARED = {"arms", "common", "decoder", "torch_attention"}
 
 
 @pytest.mark.parametrize("script", SHORT)
