@@ -11,9 +11,9 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -274,23 +274,14 @@ class TimedStage(PipelineStage):
         super().__init__(*arguments, **options)
         self._spans = spans
 
-    @contextmanager
-    def _unit(self) -> Iterator[None]:
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            setattr(self, name, partial(self._run, getattr(self, name)))
+
+    def _run(self, unit: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        yield
+        found = unit(*arguments, **options)
         self._spans.append((start, time.perf_counter()))
-
-    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-        with self._unit():
-            return super().forward_one_chunk(*arguments, **options)
-
-    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-        with self._unit():
-            return super().backward_one_chunk(*arguments, **options)
-
-    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-        with self._unit():
-            return super().backward_weight_one_chunk(*arguments, **options)
+        return found
 
 
 def torch_schedule(name: str) -> Any:

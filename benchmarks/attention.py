@@ -30,7 +30,6 @@ from one thread.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import os
 import statistics
@@ -47,7 +46,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import torch_attention
-from common import FOREIGN_LIMIT, ForeignLoad, header, look_at_rates
+from common import FOREIGN_LIMIT, ForeignLoad, header, keep_heap, look_at_rates
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -399,14 +398,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                 yield Case(dtype, SINKS_DIM, HEADS, HEADS, *shape, v_dim=SINKS_DIM, sinks=True)
 
 
-def keep_memory() -> None:
-    """Freed memory stays with the process: else eager attention spends its time in page faults."""
-    trim_threshold, mmap_max, never = -1, -4, -1  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
-    libc = ctypes.CDLL(None)
-    if not (libc.mallopt(trim_threshold, never) and libc.mallopt(mmap_max, 0)):
-        raise RuntimeError("mallopt refused")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     dtypes = ("float32", "bfloat16")
@@ -416,8 +407,7 @@ def main() -> None:
     parser.add_argument("--dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
     options = parser.parse_args()
-    keep_memory()
-
+    keep_heap()
     print(header("Attention of a segment of s tokens over a prefix of o"))
     print(f"# attention kernels: {_C.attention_isa()}")
     peaks = {threads: Peak(threads) for threads in options.threads}

@@ -35,6 +35,12 @@ LOOKS, LOOK_SECONDS = 20, 0.001  # at what a core can multiply
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
+def keep_heap() -> None:
+    """Begins this program anew where its process would give freed memory back: arms would then wait for pages."""
+    if os.environ != os.environ | KEPT_HEAP:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEPT_HEAP)
+
+
 def machine_busy_seconds() -> float:
     """CPU seconds that all processes of the machine have used."""
     with open("/proc/stat", encoding="utf-8") as file:

@@ -44,10 +44,10 @@ from common import (
     spawn,
     status_bytes,
 )
+from memory import mib
 from pipeline import reset_peak
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from train import example
 
 import seq1f1b
 from seq1f1b import build_schedule, pack_documents
@@ -59,7 +59,9 @@ from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_mode
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.step_plan import StepPlan, padded_rows, plan_step
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import model as example
+
 LISTS, LONGEST, ROWS = 200, 65536, 8  # of the simulated steps; ROWS times LONGEST tokens each
 FIXED, CHUNKS, KEPT = (2, 4, 8), (1024, 2048, 4096, 8192, 16384), (1, 2)
 THOUSANDS = 4096  # documents of the plan that is timed
@@ -164,7 +166,6 @@ def simulate(options: argparse.Namespace) -> None:
 
 def read_documents(quick: bool) -> tuple[Any, list[int], list[int], int]:
     """Tokens of the example's text, begins and lengths of its documents, and its vocabulary."""
-    sys.path.append(str(ROOT / "examples"))
     import data
     import documents
 
@@ -428,16 +429,12 @@ def show_measured(folder: Path, limit: float) -> None:
     for name, pairs in over.items():
         print(pairs.describe(f"a step of {shown[name]} over one of ours"))
     room = [steps[0]["budget"] - reserve for reserve in steps[0]["reserve"]]
-    print(f"\npeaks over what is resident before a model is made, MiB of ranks 0 and 1; budget {mebibytes(room)}")
+    print(f"\npeaks over what is resident before a model is made, MiB of ranks 0 and 1; budget {mib(room)}")
     peaks = {r["arm"]: [max(rank) for rank in r["peaks"]] for r in results.records if r["what"] == "memory"}
     for name, found in peaks.items():
-        print(f"  {({'ours': 'planned'} | shown)[name]:14}{mebibytes(found)}")
+        print(f"  {({'ours': 'planned'} | shown)[name]:14}{mib(found)}")
     for name in over:
         print(f"all steps take {totals[name] / totals['ours']:.3f} of our time under {shown[name]}")
-
-
-def mebibytes(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / 2**20:.0f}" for size in sizes)
 
 
 def main() -> None:

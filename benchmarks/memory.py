@@ -226,15 +226,10 @@ def measure_rounds(
 # -- the longest sequence ----------------------------------------------------------------------------------------------
 
 
-def half_of_shared(growth: int) -> int:
-    """What a first step grows by, where memory that both ranks hold counts half for each."""
-    return growth - status_bytes("RssShmem") // 2
-
-
 def try_length(rank: int, case: Case, arm: Spec | Ours, cap: int, directory: str, path: str) -> None:
-    """One step, the first, in processes of its own."""
+    """One step, the first, in processes of its own. Memory that both ranks hold counts half for each."""
     made, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
-    everyone = gathered(half_of_shared(growth[0]))
+    everyone = gathered(growth[0] - status_bytes("RssShmem") // 2)
     del made  # not before: its receive places go with it
     if rank == 0:
         found = {"growth": everyone, "fits": max(everyone) <= cap}

@@ -100,6 +100,18 @@ def squares(rows: Iterable[dict[str, Any]], predict: Callable[[dict[str, Any], s
     return sum(np.log(predict(row, column) / row[column]) ** 2 for row, column in cells(rows))
 
 
+def fitted_on(
+    rows: list[dict[str, Any]], hardware: Hardware, predict: Callable[..., float], names: tuple[str, str]
+) -> Hardware:
+    """The machine with those values of two fields that have the least squared log error."""
+
+    def at(point: tuple[float, float]) -> Hardware:
+        return replace(hardware, **dict(zip(names, point, strict=True)))
+
+    begin = getattr(hardware, names[0]), getattr(hardware, names[1])
+    return at(least_squares(lambda point: squares(rows, partial(predict, hardware=at(point))), begin))
+
+
 def cells(rows: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     """Rows and families that were measured."""
     return [(row, column) for row in rows for column in COLUMNS if row[column]]
@@ -117,10 +129,6 @@ def authors_flop(model: ModelShape, seq_len: int) -> float:
     return model.layers * layer + 4 * s * h * model.vocab
 
 
-def on_machine(hardware: Hardware, rate: float, send: float) -> Hardware:
-    return replace(hardware, linear_efficiency=rate, between_send=send)
-
-
 def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     case = make_case(row, column, hardware)
     costs = case.cost.price(case.sizes).costs(case.schedule)
@@ -129,37 +137,13 @@ def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     return float(work / step / row["gpus"] / 1e12)
 
 
-def fit_rate(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, float]:
-    """Share of the peak that products reach and seconds of a message, of least squared log error."""
-
-    def loss(point: tuple[float, float]) -> float:
-        machine = on_machine(hardware, *point)
-        return squares(rows, lambda row, column: tflops(row, column, machine))
-
-    return least_squares(loss, (hardware.linear_efficiency, hardware.between_send))
-
-
 # -- memory
-
-
-def with_buffers(hardware: Hardware, factor: float, buffers: float) -> Hardware:
-    return replace(hardware, activation_factor=factor, collective_buffers=buffers)
 
 
 def gib(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     """The fullest rank's bytes. A message that has come is the input of its unit, which is counted there."""
     case = make_case(row, column, hardware)
     return max(rank.total - rank.receive for rank in case.cost.price(case.sizes).rank_bytes(case.schedule)) / GIB
-
-
-def fit_memory(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, float]:
-    """Activation factor and buffers of collectives, of least squared log error."""
-
-    def loss(point: tuple[float, float]) -> float:
-        machine = with_buffers(hardware, *point)
-        return squares(rows, lambda row, column: gib(row, column, machine))
-
-    return least_squares(loss, (hardware.activation_factor, hardware.collective_buffers))
 
 
 # -- the table
@@ -204,8 +188,8 @@ def print_fitted(rows: list[dict[str, Any]], predict: Callable[[dict[str, Any], 
 
 def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> Errors:
     fitted = [row for row in rows if row["use"] == "fit"]
-    rate, send = fit_rate(fitted, hardware)
-    machine = on_machine(hardware, rate, send)
+    machine = fitted_on(fitted, hardware, tflops, ("linear_efficiency", "between_send"))
+    rate, send = machine.linear_efficiency, machine.between_send
     print(f"fitted: products at {rate:.3f} of the peak, {send * 1e3:.1f} ms per message between nodes")
     print_fitted(fitted, partial(tflops, hardware=machine), "TFLOPS")
     errors = Errors("TFLOPS per GPU", "TFLOPS")
@@ -216,8 +200,8 @@ def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> Errors
 
 def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> Errors:
     fitted = [row for row in rows if row["use"] == "fit"]
-    factor, buffers = fit_memory(fitted, hardware)
-    machine = with_buffers(hardware, factor, buffers)
+    machine = fitted_on(fitted, hardware, gib, ("activation_factor", "collective_buffers"))
+    factor, buffers = machine.activation_factor, machine.collective_buffers
     print(f"fitted: activation factor {factor:.3f}, {buffers:.2f} hidden states of a segment per layer of a unit")
     print_fitted(fitted, partial(gib, hardware=machine), "GB")
     errors = Errors("GB", "GB")

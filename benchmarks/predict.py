@@ -32,7 +32,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,8 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, agreed, gathered, header, spawn
-from decoder import HEAD_DIM, Block, add_adapters, cross_entropy
-from sharing import UnitSeconds, replay
+from decoder import HEAD_DIM, Block, add_adapters, cross_entropy, make_head
 from torch import Tensor, nn
 
 import seq1f1b
@@ -51,6 +50,7 @@ from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import PASSES, Profile
 from seq1f1b.planning.profiler import StageTimes, make_profile, measure_stage
 from seq1f1b.planning.search import search_plans
+from seq1f1b.unit import inputs_of
 
 MACHINE = load_hardware("cpu-zen5")
 CORES, RANKS = 2, 4
@@ -158,22 +158,14 @@ FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-def embedding_of(setup: Setup) -> nn.Module:
-    return nn.Embedding(setup.vocab, setup.hidden)
-
-
-def head_of(setup: Setup) -> nn.Module:
-    return nn.Sequential(nn.RMSNorm(setup.hidden), nn.Linear(setup.hidden, setup.vocab, bias=False))
-
-
 def make_stage(setup: Setup, index: int, layers: Sequence[int]) -> nn.Module:
     torch.manual_seed(index)
     first = sum(layers[:index])
     modules: list[nn.Module] = [Block(setup.hidden, i, "ours") for i in range(first, first + layers[index])]
     if index == 0:
-        modules.insert(0, embedding_of(setup))
+        modules.insert(0, nn.Embedding(setup.vocab, setup.hidden))
     if index == len(layers) - 1:
-        modules.append(head_of(setup))
+        modules.append(make_head(setup.hidden, setup.vocab))
     return nn.Sequential(*modules)
 
 
@@ -197,9 +189,10 @@ def measure_part(
     settings = {"seq_len": setup.seq_len, "wait": wait, "segments": segments, **options}
     with autocast(setup):
         if part == "embedding":
-            return measure_stage(embedding_of(setup), words, **settings)
+            return measure_stage(nn.Embedding(setup.vocab, setup.hidden), words, **settings)
         if part == "head":
-            return measure_stage(head_of(setup), hidden, loss_fn=cross_entropy, make_target=words, **settings)
+            head = make_head(setup.hidden, setup.vocab)
+            return measure_stage(head, hidden, loss_fn=cross_entropy, make_target=words, **settings)
         blocks = nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(2)))
         if setup.lora:
             add_adapters(blocks, setup.lora)
@@ -295,6 +288,72 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
         work=mean,
         drift=(high - low) / 2 / mean,
     )
+
+
+# -- orders whose ranks share the cores of a machine -------------------------------------------------------------------
+
+UnitSeconds = Mapping[tuple[str, int, int], float]  # (kind, stage, segment) -> seconds
+
+
+def replay(
+    order: seq1f1b.Schedule,
+    alone: UnitSeconds,
+    together: UnitSeconds,
+    *,
+    cores: int,
+    crowding: float = 1.0,
+    waking: float = 0.0,
+) -> float:
+    """Makespan in seconds. Every rank runs its units in order, each once its message is there; places are not counted.
+
+    A running unit goes at a speed that changes whenever a rank starts or stops: its seconds are those ``alone`` while
+    nothing else runs, those ``together`` while all cores do, on a line between; with more running ranks than cores all
+    get equal shares, and together ``crowding`` times less is done where they are twice as many.
+
+    Args:
+        waking: seconds from the end of a unit to the start of what waits on another rank.
+    """
+    ranks, now = order.ranks, 0.0
+    inputs = inputs_of(unit for rank in ranks for unit in rank)
+    arrives: dict[seq1f1b.Unit, float] = {}
+    position = [0] * len(ranks)
+    left: dict[int, float] = {}  # running ranks, and what is left of their units, 1 to 0
+
+    def starts_at(rank: int) -> float:
+        """Infinite while what the next unit waits for has not ended."""
+        unit = ranks[rank][position[rank]]
+        is_near = {other: order.rank_of_stage[other.stage] == rank for other in inputs[unit]}
+        times = (arrives.get(other, math.inf) - (waking if near else 0.0) for other, near in is_near.items())
+        return max(times, default=0.0)
+
+    def speed(rank: int) -> float:
+        unit = ranks[rank][position[rank]]
+        key = unit.kind, unit.stage, unit.segment
+        if len(left) <= cores:
+            share = (len(left) - 1) / max(1, cores - 1)
+            return 1 / (alone[key] + share * (together[key] - alone[key]))
+        crowded = 1 + (crowding - 1) * min(1.0, (len(left) - cores) / cores)
+        return cores / len(left) / (together[key] * crowded)
+
+    while True:
+        idle = [r for r in range(len(ranks)) if r not in left and position[r] < len(ranks[r])]
+        coming = {r: starts_at(r) for r in idle}
+        left |= {r: 1.0 for r, start in coming.items() if start <= now}
+        if not left and not coming:
+            return now
+        speeds = {r: speed(r) for r in left}
+        ends = {r: now + left[r] / speeds[r] for r in left}
+        event = min([*ends.values(), *(start for r, start in coming.items() if r not in left)])
+        assert event < math.inf, "an order that was checked does not stop"
+        for r, end in ends.items():
+            if end <= event:
+                ended = ranks[r][position[r]]
+                arrives[ended] = event + waking
+                position[r] += 1
+                del left[r]
+            else:
+                left[r] -= (event - now) * speeds[r]
+        now = event
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------

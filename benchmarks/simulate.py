@@ -43,14 +43,10 @@ def with_links_and_bytes(rng: random.Random) -> dict[str, Any]:
     return {"costs": costs(rng, links), "memory": memory}
 
 
-def with_noise(rng: random.Random) -> dict[str, Any]:
-    return with_links_and_bytes(rng) | {"noise": Noise(0.1, 0.1, rng.getrandbits(64))}
-
-
 CASES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "random costs alone": lambda rng: {"costs": costs(rng)},
     "random costs, transfers, bytes": with_links_and_bytes,
-    "the same with jitter": with_noise,
+    "the same with jitter": lambda rng: with_links_and_bytes(rng) | {"noise": Noise(0.1, 0.1, rng.getrandbits(64))},
 }
 
 

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import sys
 import time
 
 import torch
-from common import KEPT_HEAP, header
+from common import header, keep_heap
 from decoder import Block
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -174,8 +172,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if os.environ != os.environ | KEPT_HEAP:
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEPT_HEAP)
+    keep_heap()
     if options.replay:
         print(header("Split backward: orders of 4 and 8 ranks, simulated with measured units"))
         replay()

@@ -1,12 +1,12 @@
 """Torch's attention against ours, both in our engine.
 
 Two processes of one thread each, 2 micro-batches of one sequence of 8192 tokens in 8 segments, fp32 and bf16 by
-autocast. Models: that of the other benchmarks (hidden 256, 4 blocks, heads of 64, vocabulary 1024), and that which
-examples/train_gpt.py trains. Each pair of steps runs A B, the next B A; a pair counts only while other processes use
-less than 8 % of a core. Schedules are compared by `pipeline.py`.
+autocast; the model of the other benchmarks (hidden 256, 4 blocks, heads of 64, vocabulary 1024). Each pair of steps
+runs A B, the next B A; a pair counts only while other processes use less than 8 % of a core. Schedules are compared
+by `pipeline.py`.
 
     python benchmarks/train.py
-    python benchmarks/train.py --model example --pairs 15 --only bfloat16
+    python benchmarks/train.py --pairs 15 --only bfloat16
 """
 
 from __future__ import annotations
@@ -14,50 +14,18 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch_attention
 from arms import Arm, Case, OurArm, Spec, take_rounds
 from common import KEPT_HEAP, Records, header, parser_of, spawn
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-import model as example
-
-
-@dataclass(frozen=True)
-class ExampleCase(Case):
-    """The model of examples/train_gpt.py, in the shape that it has there unless told otherwise."""
-
-    hidden: int = 128
-    blocks: int = 5
-    vocab: int = 1536
-
-    def stage(self, index: int, num_stages: int, attention: str, *, head: bool = True) -> Any:
-        forms: dict[int, torch_attention.InSegments] = {}  # by layer
-
-        def attend(*qkv: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-            return forms.setdefault(int(layer), torch_attention.InSegments())(*qkv)
-
-        return example.build_stage(
-            example.Config(vocab=self.vocab), index, num_stages, head=head,
-            **({} if attention == "ours" else {"attend": attend}),
-        )  # fmt: skip
-
-
-MODELS = {"benchmark": Case, "example": ExampleCase}
-
-
-def measure_attention(rank: int, model: str, length: int, pairs: int, only: str, limit: float, path: str) -> None:
+def measure_attention(rank: int, length: int, pairs: int, only: str, limit: float, path: str) -> None:
     """One engine and order under torch's attention, in two calls, and under ours."""
-    case, k = MODELS[model](length, 2), 8
+    case, k = Case(length, 2), 8
     for dtype in (torch.float32, torch.bfloat16):
-        name = f"{model} S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"
+        name = f"S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"
         if only not in name:
             continue
         arms: dict[str, Arm] = {
@@ -85,7 +53,6 @@ def check_attention(name: str, arm: OurArm) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="benchmark")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="", help="dtypes whose name holds this")
@@ -93,7 +60,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("Torch's attention and ours in training steps, two processes of one thread"))
     os.environ |= KEPT_HEAP
-    given = (options.model, options.length, options.pairs, options.only, options.foreign)
+    given = (options.length, options.pairs, options.only, options.foreign)
     with tempfile.TemporaryDirectory() as folder:
         spawn(2, measure_attention, *given, f"{folder}/results")
 

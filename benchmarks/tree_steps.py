@@ -3,10 +3,10 @@
     python benchmarks/tree_steps.py --prompt 2048 --responses 8 --response 256
     python benchmarks/tree_steps.py --prompt 512 --responses 4 --response 512
 
-Two processes of one thread each, the decoder of the other benchmarks, fp32. A step has ``--trees`` prompts. Arms, in
-one run and in turn:
+Two processes of one thread each, the decoder of the other benchmarks, fp32. A step has two prompts. Arms, in one
+run and in turn:
 
-trees   our engine: the prompt once, in segments; leaves nested, so many in one unit as ``--siblings`` says
+trees   our engine: the prompt once, in segments; leaves nested, two in one unit
 rows    our engine: every response with its own prompt, a micro-batch each in segments, Seq1F1B
 packed  torch's Schedule1F1B: a tree is a micro-batch, and scaled_dot_product_attention gets its mask (T, T)
 
@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import seq1f1b
 
 HIDDEN, BLOCKS, VOCAB = 256, 4, 1024
-TREES, SEGMENTS, SIBLINGS = 2, 4, 2  # segments of a prompt, and answers in one unit
+TREES, SEGMENTS, SIBLINGS = 2, 4, 2  # segments of a prompt, and responses in one unit
 ROW_SEGMENTS = 3
 Step = tuple[list[Tensor], list[Tensor], dict[str, Any]]  # inputs, targets, and the other arguments of a step
 
@@ -64,23 +64,17 @@ def tree_mask(prompt: int, responses: int, response: int) -> Tensor:
     length = prompt + responses * response
     of = torch.tensor([-1] * prompt + [i for i in range(responses) for _ in range(response)])
     seen = ((of[:, None] == of[None]) | (of[None] < 0)) & torch.ones(length, length, dtype=torch.bool).tril()
-    return torch.zeros(length, length).masked_fill_(
-        ~seen, -torch.inf
-    )  # added as it is; one of bool is made so each call
+    return torch.zeros(length, length).masked_fill_(~seen, -torch.inf)  # a mask of bool is made so in each call
 
 
 class Prompts:
-    """Prompts with their responses, as trees and as rows. The responses alone are learnt.
+    """Prompts with their responses, as trees and as rows. The responses alone are learnt."""
 
-    Args:
-        count: prompts.
-    """
-
-    def __init__(self, prompt: int, responses: int, response: int, count: int) -> None:
+    def __init__(self, prompt: int, responses: int, response: int) -> None:
         self.prompt, self.responses, self.response = prompt, responses, response
         generator = torch.Generator().manual_seed(0)
         length = prompt + responses * response
-        self.trees = [torch.randint(VOCAB, (1, length), generator=generator) for _ in range(count)]
+        self.trees = [torch.randint(VOCAB, (1, length), generator=generator) for _ in range(TREES)]
         self.targets = [torch.full_like(t, -100) for t in self.trees]
         self.rows, self.row_targets = [], []
         for tokens, target in zip(self.trees, self.targets, strict=True):
@@ -90,17 +84,14 @@ class Prompts:
                 self.rows.append(torch.cat([tokens[:, :prompt], tokens[:, own]], 1))
                 self.row_targets.append(torch.cat([target[:, :prompt], target[:, own]], 1))
 
-    def as_trees(self, siblings: int, segments: int) -> Step:
-        """siblings: responses in one unit. segments: of a prompt."""
-        sizes = even(self.prompt, segments)
-        leaves = [[self.response] * siblings] * (self.responses // siblings)
-        own = [*sizes, *(leaf if siblings > 1 else leaf[0] for leaf in leaves)]
-        parents = [*range(-1, segments - 1), *[segments - 1] * len(leaves)]
-        count = len(self.trees)
-        return self.trees, self.targets, {"segment_sizes": [own] * count, "parents": [parents] * count}
+    def as_trees(self) -> Step:
+        leaves = [[self.response] * SIBLINGS] * (self.responses // SIBLINGS)
+        own = [*even(self.prompt, SEGMENTS), *leaves]
+        parents = [*range(-1, SEGMENTS - 1), *[SEGMENTS - 1] * len(leaves)]
+        return self.trees, self.targets, {"segment_sizes": [own] * TREES, "parents": [parents] * TREES}
 
-    def as_rows(self, segments: int) -> Step:
-        sizes = [even(self.prompt + self.response, segments)] * len(self.rows)
+    def as_rows(self) -> Step:
+        sizes = [even(self.prompt + self.response, ROW_SEGMENTS)] * len(self.rows)
         return self.rows, self.row_targets, {"segment_sizes": sizes}
 
 
@@ -126,13 +117,13 @@ def even(tokens: int, count: int) -> list[int]:
 
 
 def measure(rank: int, given: argparse.Namespace, path: str) -> None:
-    prompts = Prompts(given.prompt, given.responses, given.response, TREES)
+    prompts = Prompts(given.prompt, given.responses, given.response)
     shape = {"hidden": HIDDEN, "blocks": BLOCKS, "vocab": VOCAB}
     stage = Stage(rank, 2, **shape)
     engine = seq1f1b.PipelineEngine(
         stage, schedule="seq1f1b", num_microbatches=2, num_segments=2, loss_fn=cross_entropy
     )
-    steps = {"trees": prompts.as_trees(SIBLINGS, SEGMENTS), "rows": prompts.as_rows(ROW_SEGMENTS)}
+    steps = {"trees": prompts.as_trees(), "rows": prompts.as_rows()}
     arms: dict[str, Arm] = {
         name: EngineArm([stage], engine, (inputs, targets), **options)
         for name, (inputs, targets, options) in steps.items()

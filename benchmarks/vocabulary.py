@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
 
+MICROBATCHES, SEGMENTS = 4, 4
 ARMS = ("head in the last stage", "head in its loss", "vocabulary over the ranks")
 
 
@@ -51,8 +52,8 @@ def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEng
             stage.embedding = nn.Identity()
     return PipelineEngine(
         stage,
-        num_microbatches=options.microbatches,
-        num_segments=options.segments,
+        num_microbatches=MICROBATCHES,
+        num_segments=SEGMENTS,
         loss_fn=loss_fn,
         embedding=embedding,
     )
@@ -63,7 +64,7 @@ def run_rank(rank: int, arm: str, options: argparse.Namespace, path: str) -> Non
     engine = make_engine(arm, rank, options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(options.vocab, (options.microbatches, options.tokens + 1), generator=generator)
+    tokens = torch.randint(options.vocab, (MICROBATCHES, options.tokens + 1), generator=generator)
     losses, units = [], []
     for _ in range(options.steps):
         losses.append(sum(map(float, engine.step(tokens[:, :-1], target=tokens[:, 1:] if engine.has_last else None))))
@@ -74,18 +75,13 @@ def run_rank(rank: int, arm: str, options: argparse.Namespace, path: str) -> Non
     own = report.ranks[rank]
     parameters = list(engine.parameters())
     state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
-    held = sum(
-        t.numel() * t.element_size() for t in [*parameters, *parameters, *state]
-    )  # gradients as large as weights
+    held = sum(t.nbytes for t in [*parameters, *parameters, *state])  # gradients as large as weights
     graphs = sum(stage.activation_bytes or 0 for stage in own.stages) + own.logit_bytes + own.kv_bytes + own.grad_bytes
     found: dict[str, Any] = {"losses": losses, "held": held, "graphs": graphs}
     found["resident"] = own.process_peak_bytes - before
     if rank == 0:
-        median = [
-            [statistics.median(step[r][i] for step in units[1:]) for i in range(len(units[0][r]))]
-            for r in range(options.ranks)
-        ]
-        busy = [sum(row) for row in median]
+        of_ranks = zip(*units[1:], strict=True)
+        busy = [sum(map(statistics.median, zip(*steps, strict=True))) for steps in of_ranks]
         found["imbalance"] = 1 - statistics.mean(busy) / max(busy)
     everyone = gathered(found)
     if rank == 0:
@@ -103,8 +99,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("ranks", 4), ("vocab", 32768), ("hidden", 256), ("tokens", 2048), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--segments", type=int, default=4)
     options = parser.parse_args()
     os.environ.update(KEPT_HEAP)
     print(header("Vocabulary over the ranks"))
@@ -116,7 +110,7 @@ def main() -> None:
             parts = each["held"] / mib, each["graphs"] / mib, (each["held"] + each["graphs"]) / mib
             print(f"{rank:4}  {parts[0]:26.1f}  {parts[1]:18.1f}  {parts[2]:6.1f}  {each['resident'] / mib:15.1f}")
         largest = max(each["held"] + each["graphs"] for each in found) / mib
-        losses = ", ".join(f"{loss / options.microbatches:.4f}" for loss in found[-1]["losses"])
+        losses = ", ".join(f"{loss / MICROBATCHES:.4f}" for loss in found[-1]["losses"])
         print(f"largest rank {largest:.1f} MiB; imbalance {found[0]['imbalance']:.1%}; losses {losses}")
 
 

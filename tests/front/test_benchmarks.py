@@ -95,13 +95,14 @@ SHORT: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
     "restarts": (["--runs=1"], says("1 of 1 runs ended with the losses of the undisturbed one")),
     "caps": (["--quick", FOREIGN, "--output=."], says("^no rank above the cap: . of 1$")),
     "paper": ([], of_paper),
+    "kinds": (["--tokens=16", "--passes=1", "--only=experts"], says("^dense  .*%$", "^experts  .*%$")),
     "simulate": (["--quick", "--runs=1"], says("^.{34} +4096 +[0-9.]+ +[0-9.]+  .* 1 runs$")),
     "endurance": (["--steps=101", "--transports=shm"], says("nothing grew")),
 }  # fmt: skip
 ELSEWHERE = {  # in the other tests of this file; gpu in test_gpu_benchmark.py
     *("pipeline", "split", "attention", "lengths", "gpu"),
 }
-SHARED = {"arms", "common", "decoder", "sharing", "torch_attention"}
+SHARED = {"arms", "common", "decoder", "torch_attention"}
 
 
 @pytest.mark.parametrize("script", SHORT)
