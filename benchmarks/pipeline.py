@@ -90,9 +90,11 @@ def last_of(results: Records, what: str, case: Case, spec: Spec) -> dict[str, An
 def measure(
     rank: int, case: Case, specs: Sequence[Spec], rounds: int, deadline: float, limit: float, path: str
 ) -> None:
-    """Rounds of all arms, until each has as many counted steps beside 1F1B's, or the time is over."""
+    """Rounds of all arms, until each has as many counted steps beside 1F1B's, or the time is over; arms that the file
+    does not hold are compared with the whole model before."""
     results = Records(path, limit)
-    truth = whole_model(case) if rank == 0 else None
+    compared = [spec for spec in specs if "loss" in last_of(results, "arm", case, spec)]
+    truth = whole_model(case) if rank == 0 and len(compared) < len(specs) else None
     arms: dict[Spec, Arm] = {}
     for spec in specs:
         record: dict[str, Any] = {"what": "arm", "case": str(case), "spec": dataclasses.asdict(spec)}
@@ -101,9 +103,11 @@ def measure(
         except Unavailable as error:
             record["refused"] = str(error)
         else:
+            if spec in compared:
+                arm.step()  # as warm as after a comparison
+                continue
             record |= check_arm(arm, f"{case}, {spec.label}", truth)
-            if isinstance(arm, OurArm):
-                record["sizes"] = arm.sizes
+            record |= {"sizes": arm.sizes} if isinstance(arm, OurArm) else {}
         if rank == 0:
             results.add(**record)
     labels = {spec.label: arm for spec, arm in arms.items()}
