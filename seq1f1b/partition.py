@@ -22,7 +22,7 @@ _PIECES_OF_KINDS = 16384  # pieces, for a split by operations of unequal layers
 
 
 class PieceCosts(Protocol):
-    """A model's measured costs, for instance a :class:`seq1f1b.planning.profile.Profile`."""
+    """Costs of a model: :class:`seq1f1b.planning.profile.Profile`, :class:`seq1f1b.planning.cost.CostModel`."""
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Returns seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
@@ -226,7 +226,7 @@ def partition_sequence(
         model: shape of the model, for ``"flops"``.
         costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
             the cost of piece ``i``, in any unit. One cost per token, or the times of a few equal segments.
-        profile: for ``"profiled"``, in place of costs: the whole model as ``seq1f1b profile`` measured it.
+        profile: for ``"profiled"``, in place of costs: a measured profile, or a cost model, of the whole model.
         documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as a document.
             Several rows may follow one another; they are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
