@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ class Known:
 
     layers = (1, 1)
 
-    def seconds(self, span: Span) -> tuple[PassSeconds, dict[str, Any]]:
+    def seconds(self, span: Span) -> tuple[PassSeconds, dict[str, object]]:
         return PassSeconds(*(np.array([each * span.tokens] * 2) for each in (1.0, 3.0, 5.0, 7.0, 0.5))), {}
 
 

@@ -243,7 +243,7 @@ def be_struck(rank: int, pipe: Connection, kind: str, how: str, turn: int) -> An
         return gather(meeting, value)
 
     engine(transport=kind).close()
-    before, gather, began = held(), Meeting.gather, time.monotonic()
+    before, gather, _, began = held(), Meeting.gather, dist.barrier(), time.monotonic()  # all begin within the limit
     Meeting.gather = struck  # type: ignore[method-assign] # in this process alone
     limits = Limits(step=2.0, first_step=2.0)
     name, text, _, ended = outcome(lambda: engine(transport=kind, limits=limits).close())
