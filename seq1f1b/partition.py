@@ -111,7 +111,6 @@ class ModelShape(NamedTuple):
         A backward pass costs twice as much at every position. Norms, rotary positions, the router of experts and the
         embedding look-up are left out.
         """
-        layers_of(self)  # raises unless the shape is sound
         if not 0 <= begin <= end <= MOST_TOKENS:
             raise ValueError(f"tokens [{begin}, {end}) are not a range within [0, {MOST_TOKENS})")
         return float(_flops_of(self, [begin, end - begin], (end,))[1])
@@ -255,7 +254,6 @@ def partition_sequence(
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
     if isinstance(model, ModelShape) and model.kinds:
-        layers_of(model)  # raises unless the shape is sound
         rows = numbers("documents", "q", documents or (seq_len,))
         _C.partition(seq_len, 1, 1.0, 0.0, rows, None, 1.0, 1)  # raises unless documents fill whole rows
         pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(rows) // seq_len
