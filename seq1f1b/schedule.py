@@ -514,7 +514,9 @@ class Schedule:
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
         """
-        flat(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes, "q")  # raises under the name of the argument
+        sizes = flat(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes, "q")  # raises under the argument's name
+        if min(sizes) < 0:
+            raise ValueError(f"segment_sizes holds {min(sizes)} tokens, must be at least 0")
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
