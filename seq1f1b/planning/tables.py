@@ -198,7 +198,7 @@ class ByParts:
 
     def seconds(self, span: Span, floor: bool = True) -> tuple[Any, dict[str, Any]]:
         """Returns the seconds of units, a ``PassSeconds`` of arrays [stage, unit]; and of S, T, E and G of one rank's
-        share of a head and an embedding over the ranks, arrays by names of :class:`seq1f1b.Costs`.
+        share of a vocabulary over the ranks, if there is one: arrays by names of :class:`seq1f1b.Costs`.
 
         floor: False leaves out the costs that do not depend on the unit's length; the rest adds up over segments.
         """
@@ -211,8 +211,10 @@ class ByParts:
             for kind, layer in enumerate(layers):
                 whole = whole + self.counts[:, kind, None] * layer[i]
             found.append(whole * factor + overhead)
-        shares = {"statistics": head.forward, "loss": head.backward}
-        shares |= {"embed": embedding.forward, "embed_gradient": embedding.backward}
+        shares = {}
+        if self.spreads:
+            shares = {"statistics": head.forward, "loss": head.backward}
+            shares |= {"embed": embedding.forward, "embed_gradient": embedding.backward}
         shards = {name: 0.0 * found[0] + each / self.num_ranks + overhead for name, each in shares.items()}
         return PassSeconds(*found), shards
 
